@@ -1,0 +1,39 @@
+"""Types of the cffi module that `native/build.py` makes from `native/shim.h`; that header has the promises."""
+
+from typing import Any
+
+class _Lib:
+    MVM_HEADER_BYTES: int
+    MVM_PAYLOAD_MAX: int
+    MVM_HELLO_MAX: int
+    MVM_FRAME_WHOLE: int
+    MVM_FRAME_PARTIAL: int
+    MVM_FRAME_BAD_MAGIC: int
+    MVM_FRAME_BAD_KIND: int
+    MVM_FRAME_BAD_FLAGS: int
+    MVM_FRAME_BAD_STREAM: int
+    MVM_FRAME_BAD_LENGTH: int
+    MVM_FRAME_BAD_CHECKSUM: int
+    MVM_JAIL_FDS_MAX: int
+    MVM_JAIL_BINDS_MAX: int
+
+    def mvm_crc32(self, seed: int, bytes_: Any, length: int, /) -> int: ...
+    def mvm_frame_check(self, frame: Any, /) -> int: ...
+    def mvm_frame_encode(self, frame: Any, payload: Any, out: Any, /) -> int: ...
+    def mvm_frame_parse(self, bytes_: Any, length: int, frame: Any, /) -> int: ...
+    def mvm_hello_scan(
+        self, bytes_: Any, length: int, seen: int, keep_from: Any, frame: Any, /
+    ) -> int: ...
+    def mvm_ficlone(self, destination_fd: int, source_fd: int, /) -> int: ...
+    def mvm_cpuid_tsc_khz(self) -> int: ...
+    def mvm_tsc_sample(self, tsc: Any, monotonic_raw_ns: Any, /) -> None: ...
+    def mvm_spawn_jailed(self, jail: Any, spawned: Any, /) -> int: ...
+
+class _Ffi:
+    NULL: Any
+    def new(self, cdecl: str, init: Any = ..., /) -> Any: ...
+    def from_buffer(self, cdecl: str, buffer: Any, require_writable: bool = ..., /) -> Any: ...
+    def string(self, cdata: Any, /) -> bytes: ...
+
+ffi: _Ffi
+lib: _Lib
