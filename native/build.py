@@ -24,11 +24,7 @@ PREAMBLE = """
 
 ffibuilder = FFI()
 ffibuilder.cdef(
-    "\n".join(
-        line
-        for line in (HERE / "shim.h").read_text("utf-8").splitlines()
-        if not line.startswith("#")
-    )
+    "\n".join(line for line in (HERE / "shim.h").read_text("utf-8").splitlines() if not line.startswith("#"))
 )
 ffibuilder.set_source(
     "microvm._native",

@@ -47,6 +47,7 @@ int mvm_hello_scan(const uint8_t *bytes, size_t length, size_t seen, size_t *kee
 /* ---- file.c ---- */
 
 int mvm_ficlone(int destination_fd, int source_fd);
+int mvm_flush(int fd);
 
 /* ---- clock.c ---- */
 

@@ -38,7 +38,9 @@ class JailSpec:
         log_fd: Becomes stdout and stderr. Stdin is /dev/null.
         cgroup_fd: cgroup v2 directory in which it is born; None: the daemon's own.
         binds: (descriptor of a regular file, path below the root such as "vm/ram"), bound writable, nosuid,
-            nodev, noexec. By descriptor, so that no path of the host is looked up.
+            nodev, noexec. By descriptor, so that no path of the host is looked up. The file's own mode and
+            owner still decide whether `uid` may open it.
+        read_only_binds: The same, bound read-only.
         fds: Become descriptors 3, 4, 5, … in this order.
         limit_nofile: RLIMIT_NOFILE, descriptors.
         limit_fsize_bytes: RLIMIT_FSIZE; the largest file that it may write.
@@ -53,6 +55,7 @@ class JailSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     cgroup_fd: int | None = None
     binds: tuple[tuple[int, str], ...] = ()
+    read_only_binds: tuple[tuple[int, str], ...] = ()
     fds: tuple[int, ...] = ()
     limit_nofile: int = 256
     limit_fsize_bytes: int = 1 << 40
@@ -74,7 +77,7 @@ class JailedProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """As `os.waitstatus_to_exitcode` gives it (−9: killed by SIGKILL); None until it is reaped."""
+        """As `os.waitstatus_to_exitcode` gives it (-9: killed by SIGKILL); None until it is reaped."""
         return self._exit_status
 
     def kill(self) -> None:
@@ -146,7 +149,7 @@ def spawn_jailed(spec: JailSpec) -> JailedProcess:
     Source: clone(2), open_tree(2), mount_setattr(2), pivot_root(2), prctl(2) PR_SET_PDEATHSIG.
     """
     assert threading.get_native_id() == os.getpid(), "VMMs are cloned on the main thread"
-    assert spec.uid > 0 and spec.gid > 0, "nothing runs as root in a jail"
+    assert min(spec.uid, spec.gid) > 0, "nothing runs as root in a jail"
     alive: list[Any] = []  # cffi frees what nobody refers to
     jail = _to_native(spec, alive)
     spawned = ffi.new("struct mvm_spawned *")
@@ -167,7 +170,9 @@ def _to_native(spec: JailSpec, alive: list[Any]) -> Any:
         return keep("const char *[]", [*(keep("char[]", value) for value in encoded), ffi.NULL])
 
     binds = [
-        {"fd": fd, "path": keep("char[]", os.fsencode(path)), "read_only": 0} for fd, path in spec.binds
+        {"fd": fd, "path": keep("char[]", os.fsencode(path)), "read_only": read_only}
+        for read_only, given in ((0, spec.binds), (1, spec.read_only_binds))
+        for fd, path in given
     ]
     return keep(
         "struct mvm_jail *",
