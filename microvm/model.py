@@ -259,3 +259,59 @@ class FileChunk:
     eof: bool
     mode: str
     modified_at: float
+
+
+class ReceiptState(enum.StrEnum):
+    """How far the work behind a request id is known to have come."""
+
+    PENDING = "pending"
+    DONE = "done"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What is remembered of a request id, so that a retry has no second effect.
+
+    Attributes:
+        args_hash: Digest of the tool's canonical arguments without those that are not part of a receipt
+            (`wait_seconds`).
+        completed_at: When the answer, or the loss of it, was recorded; None while pending.
+        answer: The recorded answer, JSON-safe and opaque here; None unless `state` is done.
+        vm_id: What the work made or ran in, as far as it was known; for reconciliation, and kept after the VM.
+    """
+
+    workspace_id: WorkspaceId
+    request_id: str
+    tool: str
+    args_hash: str
+    state: ReceiptState
+    created_at: float
+    completed_at: float | None = None
+    answer: dict[str, Any] | None = None
+    vm_id: VmId | None = None
+    job_id: JobId | None = None
+
+    def with_(self, **changes: Any) -> Receipt:
+        """A copy with `changes`; the record itself is a value."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """A mutation that was journaled before it acted; open while `done_at` is None.
+
+    Attributes:
+        op: The effect's name ("create", "hibernate", ...).
+        args: JSON-safe facts that recovery needs, such as the checkpoint generation being written.
+        steps: (name, time) of what was reached on the way, for the reader of a failure.
+    """
+
+    intent_id: int
+    vm_id: VmId
+    op: str
+    args: dict[str, Any]
+    intent_at: float
+    steps: tuple[tuple[str, float], ...] = ()
+    done_at: float | None = None
+    outcome: str | None = None
