@@ -1,7 +1,8 @@
 """The host's clocks: wall time, and the rate of its time stamp counter.
 
-Promises the counter's rate to better than 100 ppm, as guests are told it (`tsc_early_khz`) and as checkpoints
-record it. Must not be imported by policy, which is given times. Neighbour: `native/clock.c` reads the counter.
+Promises the counter's rate to better than 100 ppm, as guests are told it (`tsc_early_khz`) and as
+checkpoints record it. Must not be imported by policy, which is given times. Neighbour: `native/clock.c`
+reads the counter.
 """
 
 from __future__ import annotations

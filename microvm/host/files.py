@@ -1,8 +1,9 @@
 """Files that must survive a power cut, and locks that must not survive their holder.
 
-Promises: temporary → fsync → rename → fsync of the directory, in that order; an error of any of them is raised
-and never retried, since the kernel reports a failed write-back once. Everything blocks: in a worker thread when
-the file is large. Must not know what is in the files. Neighbour: `reflink`, for files that share blocks.
+Promises: temporary → fsync → rename → fsync of the directory, in that order; an error of any of them is
+raised and never retried, since the kernel reports a failed write-back once. Everything blocks: in a
+worker thread when the file is large. Must not know what is in the files. Neighbour: `reflink`, for files
+that share blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from microvm._native import lib
@@ -19,7 +20,7 @@ from microvm.errors import HostError
 
 
 @contextlib.contextmanager
-def host_errors(operation: str, path: str | Path = "") -> Iterator[None]:
+def host_errors(operation: str, path: str | Path = "") -> Generator[None]:
     """Turns an OSError of its block into a HostError with this operation and path."""
     try:
         yield
@@ -123,8 +124,8 @@ def unlink_durable(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def hold_lock(path: str | Path) -> Iterator[int]:
-    """Holds an exclusive lock on a file (made when absent) for the block; the kernel drops it with the process.
+def hold_lock(path: str | Path) -> Generator[int]:
+    """Holds an exclusive lock on a file (made when absent) for the block; it ends with the process.
 
     Yields:
         The descriptor. Children do not inherit it.

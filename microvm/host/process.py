@@ -1,9 +1,9 @@
 """Starts untrusted programs in their jail, and ends them: `spawn_jailed`.
 
 Promises that the program sees a private root with only its closure and the files it was given, an empty
-network namespace, no capabilities, no way to gain privileges, exactly the descriptors of its spec, and that
-it dies with the daemon. Must not decide who runs what. Neighbours: `native/jail.c` does the work between
-clone3 and execve, `cgroup` makes the group that the process is born in.
+network namespace, no capabilities, no way to gain privileges, exactly the descriptors of its spec, and
+that it dies with the daemon. Must not decide who runs what. Neighbours: `native/jail.c` does the work
+between clone3 and execve, `cgroup` makes the group that the process is born in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shares blocks between files (FICLONE), and proves that they are shared (FIEMAP).
 
-Promises a typed error for every way in which a clone can be refused, and never copies instead. It must not
-open files by path: descriptors come from the caller. Neighbours: `native/file.c` makes the call, `volume`
-asks whether a directory can do it at all.
+Promises a typed error for every way in which a clone can be refused, and never copies instead. It must
+not open files by path: descriptors come from the caller. Neighbours: `native/file.c` makes the call,
+`volume` asks whether a directory can do it at all.
 """
 
 from __future__ import annotations

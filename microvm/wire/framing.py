@@ -1,8 +1,9 @@
 """Frames of the guest channel: bytes ⇄ `Frame`, over the C shim.
 
-Promises that how the bytes were cut into reads changes nothing, that whatever a hostile guest sends costs at
-most one frame of memory, and that a broken frame is an error at once. It must not know streams, credit or
-messages (`agentlink`, `wire.agent`). Neighbour: `guest/framing.py` says the same in Python for the other end.
+Promises that how the bytes were cut into reads changes nothing, that whatever a hostile guest sends costs
+at most one frame of memory, and that a broken frame is an error at once. It must not know streams, credit
+or messages (`agentlink`, `wire.agent`). Neighbour: `guest/framing.py` says the same in Python for the
+other end.
 
     feed ──► awaiting hello ──valid HELLO──► framed ──bad frame──► broken
                    ▲                           │
@@ -28,8 +29,8 @@ FIN: Final = 1
 """The only flag; on DATA only: the sender's last bytes on this stream."""
 
 HEADER_BYTES: Final = lib.MVM_HEADER_BYTES
-MAX_PAYLOAD: Final = lib.MVM_PAYLOAD_MAX
-MAX_HELLO: Final = lib.MVM_HELLO_MAX
+PAYLOAD_MAX: Final = lib.MVM_PAYLOAD_MAX
+HELLO_MAX: Final = lib.MVM_HELLO_MAX
 
 _REASONS: Final = {
     lib.MVM_FRAME_BAD_MAGIC: "bad magic",
@@ -64,24 +65,24 @@ class FramingError(GuestError):
         self.frames = list(frames)
 
 
-def encode_frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """Encodes one frame.
 
     Args:
         kind: HELLO to RESET.
         flags: 0, or FIN on DATA.
         stream: 0 for HELLO, 1 to 2³²-1 for all others.
-        payload: At most MAX_PAYLOAD bytes; of HELLO at most MAX_HELLO; of CREDIT exactly 4.
+        payload: At most PAYLOAD_MAX bytes; of HELLO at most HELLO_MAX; of CREDIT exactly 4.
 
     Raises:
-        ValueError: The fields make no frame that a decoder would accept.
+        FramingError: The fields make no frame that a decoder would accept.
     """
     if not (0 <= kind <= 255 and 0 <= flags <= 255 and 0 <= stream < 1 << 32 and len(payload) < 1 << 32):
-        raise ValueError("a field does not fit its place")
+        raise FramingError("a field does not fit its place")
     header = ffi.new("struct mvm_frame *", (kind, flags, stream, len(payload)))
     state = lib.mvm_frame_check(header)
     if state != lib.MVM_FRAME_WHOLE:
-        raise ValueError(_REASONS[state])
+        raise FramingError(_REASONS[state])
     encoded = bytearray(HEADER_BYTES + len(payload))
     lib.mvm_frame_encode(header, ffi.from_buffer("uint8_t[]", payload), ffi.from_buffer("uint8_t[]", encoded))
     return bytes(encoded)
