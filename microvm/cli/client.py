@@ -1,0 +1,174 @@
+"""One connection to a running service, over HTTP or a Unix socket.
+
+Promises that a call either returns the tool's result or raises the service's own error. It must not print,
+and it never puts a token into a message. Neighbours: `vm`, `exec` and `files`, which call tools through it.
+
+Where to: `--url` or MICROVM_URL; else `--socket` or MICROVM_SOCKET; else the configuration's socket. Who
+as: the token of `--token-file` or MICROVM_TOKEN_FILE; without one, root is the operator through
+`admin.sock`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+import httpx
+
+from microvm.daemon.settings import load_settings
+from microvm.errors import STATUS_OF_CODE, CapacityError, MicrovmError, RequestError
+
+# Any answer of the service stays under 60 s (its contract, §11); the rest is for a loaded host.
+TIMEOUT_S: Final = 90.0
+CONNECT_TIMEOUT_S: Final = 10.0
+
+
+class UsageError(Exception):
+    """The command line cannot be carried out as written; exit code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the service is and who is calling.
+
+    Attributes:
+        url: The base of the routes.
+        socket: The Unix socket to connect to; None for TCP.
+        token: The caller's secret; None on the admin socket.
+    """
+
+    url: str
+    socket: Path | None = None
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What a person would call it."""
+        return str(self.socket) if self.socket else self.url
+
+
+def find_endpoint(
+    *,
+    url: str | None = None,
+    socket: Path | None = None,
+    token_file: Path | None = None,
+    config: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Endpoint:
+    """Decides where to call; options win over the environment, and the environment over the configuration.
+
+    Raises:
+        UsageError: There is no token, and the caller is not root.
+        RequestError: The token file or the configuration cannot be read.
+    """
+    env = os.environ if env is None else env
+    if token_file is None and env.get("MICROVM_TOKEN_FILE"):
+        token_file = Path(env["MICROVM_TOKEN_FILE"])
+    token = _read_token(token_file) if token_file else None
+    if url is None and socket is None:
+        url = env.get("MICROVM_URL") or None
+        if url is None and env.get("MICROVM_SOCKET"):
+            socket = Path(env["MICROVM_SOCKET"])
+    if url is not None:
+        if token is None:
+            raise UsageError("a URL needs a token: --token-file FILE or MICROVM_TOKEN_FILE")
+        return Endpoint(url.rstrip("/"), token=token)
+    if socket is None:
+        socket = load_settings(config, env=env).socket
+    if token is None:
+        if os.geteuid() != 0:
+            raise UsageError("no token: give --token-file FILE or MICROVM_TOKEN_FILE, or be root")
+        socket = socket.with_name("admin.sock")
+    return Endpoint("http://localhost", socket=socket, token=token)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        # The content stays out of the message and out of the chained traceback.
+        reason = error.strerror if isinstance(error, OSError) else "not a token"
+        raise RequestError("invalid_argument", f"the token file {path} cannot be read: {reason}") from None
+    if not token:
+        raise RequestError("invalid_argument", f"the token file {path} is empty")
+    return token
+
+
+class Client:
+    """Calls tools of one service. A context manager; leaving it closes the connection."""
+
+    def __init__(self, endpoint: Endpoint, *, transport: httpx.BaseTransport | None = None) -> None:
+        self.endpoint = endpoint
+        if transport is None and endpoint.socket is not None:
+            transport = httpx.HTTPTransport(uds=str(endpoint.socket))
+        headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
+        self._http = httpx.Client(
+            base_url=endpoint.url,
+            headers=headers,
+            transport=transport,
+            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            trust_env=False,  # a proxy variable must not see the token
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
+
+    def call(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of one tool call.
+
+        Args:
+            tool: A name of the catalogue.
+            arguments: Its arguments; members that are None are left out.
+
+        Raises:
+            MicrovmError: The service's own error, or that it cannot be reached.
+        """
+        body = {name: value for name, value in arguments.items() if value is not None}
+        return self._ask("POST", f"/v1/tools/{tool}", body)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """A JSON document of the service."""
+        return self._ask("GET", path, None)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        name = self.endpoint.name
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.ConnectError as error:
+            raise _unreachable(
+                f"no service answers at {name} ({error}); start it with `microvm serve`"
+            ) from None
+        except httpx.TimeoutException:
+            raise _unreachable(f"{name} did not answer within {TIMEOUT_S:g} s") from None
+        except httpx.HTTPError as error:
+            raise _unreachable(f"the connection to {name} was lost: {error}") from None
+        return _result(response)
+
+
+def _unreachable(message: str) -> CapacityError:
+    return CapacityError("no_capacity", message)
+
+
+def _result(response: httpx.Response) -> dict[str, Any]:
+    try:
+        document: object = response.json()
+    except ValueError:
+        document = None
+    if response.is_success and isinstance(document, dict):
+        return cast(dict[str, Any], document)
+    error = cast(dict[str, Any], document).get("error") if isinstance(document, dict) else None
+    if not isinstance(error, dict):
+        raise MicrovmError("internal", f"the service answered {response.status_code} without an error object")
+    fields = cast(dict[str, Any], error)
+    code = str(fields.get("code"))
+    message = str(fields.get("message", ""))
+    if code not in STATUS_OF_CODE:
+        raise MicrovmError("internal", f"{code}: {message}")
+    detail = fields.get("detail")
+    raise MicrovmError(code, message, cast(dict[str, Any], detail) if isinstance(detail, dict) else None)
