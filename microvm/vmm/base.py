@@ -28,8 +28,8 @@ class VmmTraits:
         kind: "qemu", "firecracker" or "fake".
         channel_survives_save: Whether the channel stays connected over a save; where it does not, `connect`
             is called again after `cont`.
-        memfile_is_live: Whether the memfile is the machine's RAM while it runs (QEMU, shared mapping). Where it is
-            not, `save` writes a new one, and a loaded memfile is immutable and may be shared.
+        memfile_is_live: Whether the memfile is the machine's RAM while it runs (QEMU, shared mapping). Where
+            it is not, `save` writes a new one, and a loaded memfile is immutable and may be shared.
     """
 
     kind: str
@@ -105,7 +105,10 @@ class Vmm(Protocol):
 
     @property
     def stopped_by_itself(self) -> trio.Event:
-        """Set when the VMM stopped the vCPUs because a disk or memory write found no space."""
+        """Set when the VMM stopped the vCPUs unasked, since a disk write found no space.
+
+        `cont` clears it by putting a new event in its place, and tries the write again.
+        """
         ...
 
     async def connect(self) -> trio.abc.Stream:
@@ -135,11 +138,14 @@ class Vmm(Protocol):
         ...
 
     async def save(self, state_fd: int) -> None:
-        """Writes device state, complete when this returns; the caller fsyncs. vCPUs must be stopped, and stay so."""
+        """Writes device state, complete when this returns; the caller fsyncs.
+
+        The vCPUs must be stopped, and stay so. Once for each stop: the next needs `cont` and `stop` before it.
+        """
         ...
 
     async def kill(self) -> None:
-        """Ends the process at once and returns when it is reaped. Never raises for one that is dead already."""
+        """Ends the process at once and returns when it is reaped; one that is dead already is no error."""
         ...
 
 
