@@ -299,8 +299,8 @@ def _over(bound: Quota, used: Use, asked: Use, *, host: bool) -> Denied | None:
             message = f"The host has no room: {name} is {limit}. Try again later."
             return Denied("no_capacity", message, detail)
         message = (
-            f"The workspace's quota {name} is {limit}, {held / unit:g} of it reserved, {more / unit:g} asked
-            for; " "destroy or hibernate VMs, or ask the operator for more."
+            f"The workspace's quota {name} is {limit}, {held / unit:g} of it reserved, "
+            f"{more / unit:g} asked for; destroy or hibernate VMs, or ask the operator for more."
         )
         return Denied("quota_exceeded", message, detail)
     return None

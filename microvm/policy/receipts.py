@@ -145,12 +145,11 @@ Effect = Work | Join | Replay | Deny | Save | Drop
 Decision = tuple[Ledger, tuple[Effect, ...]]
 
 
-def restart(
-    workspace_id: WorkspaceId, receipts: Iterable[Receipt], now: float
-) -> Decision:
+def restart(workspace_id: WorkspaceId, receipts: Iterable[Receipt], now: float) -> Decision:
     """The ledger of a workspace as the service starts: what was pending is unknown from here on.
 
     Args:
+        workspace_id: Whose.
         receipts: All of the workspace's, in any order.
         now: Seconds since the epoch.
     """
@@ -187,9 +186,7 @@ def decide(ledger: Ledger, event: Event, now: float) -> Decision:
             return _drop(ledger, [r for r in ledger.receipts.values() if _aged(r, now)])
         case Note():
             receipt = _pending(ledger, event.request_id)
-            receipt = receipt.with_(
-                vm_id=event.vm_id or receipt.vm_id, job_id=event.job_id or receipt.job_id
-            )
+            receipt = receipt.with_(vm_id=event.vm_id or receipt.vm_id, job_id=event.job_id or receipt.job_id)
             return _put(ledger, receipt), (Save(receipt),)
         case Complete():
             receipt = _pending(ledger, event.request_id)
@@ -237,8 +234,7 @@ def _meet(known: Receipt, event: Begin) -> Join | Replay | Deny:
     if (known.tool, known.args_hash) != (event.tool, event.args_hash):
         return Deny(
             "request_id_conflict",
-            f"The request id was used for {known.tool} with other arguments; use a new request_id for new
-            work.",
+            f"The request id was used for {known.tool} with other arguments; new work needs a new request_id.",
         )
     if known.state is ReceiptState.PENDING:
         return Join(known)
@@ -249,8 +245,8 @@ def _meet(known: Receipt, event: Begin) -> Join | Replay | Deny:
     }
     return Deny(
         "outcome_unknown",
-        "The service was interrupted during this request and cannot say whether it took effect; it is not run "
-        "again. vm_list and vm_status show what exists; use a new request_id to go on.",
+        "The service was interrupted during this request and cannot say whether it took effect; it is not "
+        "run again. vm_list and vm_status show what exists; use a new request_id to go on.",
         found,
     )
 
@@ -264,7 +260,7 @@ def _full() -> Deny:
 
 
 def _evict(ledger: Ledger, now: float) -> Decision:
-    """Makes room for one: all that is aged, else the done receipt that ended first, if it ended long enough ago."""
+    """Makes room: all that is aged, else the done receipt that ended first, if that was long enough ago."""
     aged: list[Receipt] = []
     oldest: Receipt | None = None
     for receipt in ledger.receipts.values():  # in the order of ending: what is still young ends the search

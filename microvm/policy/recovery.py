@@ -124,5 +124,6 @@ def _hibernating(found: Found) -> Outcome:
     written = Generation(record.checkpoint_generation + 1)
     if found.manifest == written:
         return RollForward(record.vm_id, written)
-    return Fail(record.vm_id, "the service ended while the VM was hibernating, before its checkpoint was
-    whole")
+    return Fail(
+        record.vm_id, "the service ended while the VM was hibernating, before its checkpoint was whole"
+    )

@@ -1,5 +1,4 @@
-"""The ledger of templates: one build per key, everybody else waits for it, and none is destroyed under a
-copy.
+"""The ledger of templates: one build per key, others wait for it, and none is destroyed under a copy.
 
 A key names everything that must be equal for a VM to be made from a template (image, VMM, memory, vcpus,
 network and the host's digests); it is opaque here. `fleet` builds, copies and destroys; builds are killed
@@ -21,7 +20,7 @@ Waiter = int
 
 @dataclass(frozen=True, slots=True)
 class Building:
-    """Being built for these, in the order in which they came; `unwanted` when it is destroyed as soon as it is built."""
+    """Being built for these, first come first; `unwanted` when nobody else may have it once it is built."""
 
     waiters: tuple[Waiter, ...] = ()
     unwanted: bool = False

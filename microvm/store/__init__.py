@@ -1,9 +1,10 @@
 """What the service remembers: tenants and tokens, VMs, jobs, receipts and the journal, in one SQLite file.
 
-The promise: what a call here reports as written survives a power cut (WAL with `synchronous=FULL`), and a journal
-record and the change that it announces are one commit. It must not decide anything (that is `policy`), hold
-checkpoints or disks (those are files on another file system), or cache tokens: the command line issues and revokes
-beside a live daemon. Its neighbour above is `fleet`, which keeps everything live in memory after `Store.load`.
+The promise: what a call here reports as written survives a power cut (WAL with `synchronous=FULL`), and a
+journal record and the change that it announces are one commit. It must not decide anything (that is
+`policy`), hold checkpoints or disks (those are files on another file system), or cache tokens: the command
+line issues and revokes beside a live daemon. Its neighbour above is `fleet`, which keeps everything live in
+memory after `Store.load`.
 
     open_store ─► Store ─ commit(writes…) ─► writer connection, one transaction per thread call
                     └──── authenticate ────► read-only connection, synchronous

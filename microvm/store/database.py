@@ -12,7 +12,7 @@ import errno
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,7 @@ _WRITER_BUSY_MS: Final = 5000
 """How long a writer waits for another process's commit; the command line's transactions take milliseconds."""
 
 _READER_BUSY_MS: Final = 250
-"""A reader of a WAL file waits for nobody, save for the moment of a recovery; it runs in the event loop's thread."""
+"""A reader of a WAL file waits for nobody, save during a recovery; it runs in the event loop's thread."""
 
 _ERRNO_OF_RESULT: Final = {
     "SQLITE_FULL": errno.ENOSPC,
@@ -46,7 +46,7 @@ _ERRNO_OF_RESULT: Final = {
 
 
 @contextmanager
-def translated(operation: str, path: str = FILE_NAME) -> Iterator[None]:
+def translated(operation: str, path: str = FILE_NAME) -> Generator[None, None, None]:
     """Turns SQLite's and the system's errors in the block into `HostError`."""
     try:
         yield
@@ -59,7 +59,7 @@ def translated(operation: str, path: str = FILE_NAME) -> Iterator[None]:
 
 
 @contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+def transaction(db: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
     """Runs the block as one write transaction: committed and on disk when the block is left, or not at all.
 
     Raises:
@@ -113,7 +113,7 @@ def open_writer(state_dir: Path, now: float) -> sqlite3.Connection:
 
 
 def open_reader(state_dir: Path) -> sqlite3.Connection:
-    """A read-only connection for the thread that calls this; each SELECT sees the newest commit of any process."""
+    """A read-only connection for the calling thread; each SELECT sees the newest commit of any process."""
     path = state_dir / FILE_NAME
     with translated("open", str(path)):
         db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, isolation_level=None)
@@ -146,7 +146,7 @@ def _migrate(db: sqlite3.Connection, now: float) -> None:
             raise HostError(
                 "open",
                 FILE_NAME,
-                message=f"it has schema {version}, this program knows {SCHEMA_VERSION}: run the newer program",
+                message=f"its schema is {version}, this program knows {SCHEMA_VERSION}: run the newer one",
             )
         for statements in MIGRATIONS[version:]:
             for statement in statements:

@@ -15,7 +15,7 @@ _ID_CHARACTERS: Final = 20
 
 
 def new_id(prefix: str, characters: int = _ID_CHARACTERS) -> str:
-    """A fresh id: `prefix`, then `characters` of lower-case base32 from the system's entropy (5 bits each)."""
+    """A fresh id: `prefix`, then `characters` of lower-case base32 of the system's entropy, 5 bits each."""
     return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(characters))
 
 

@@ -1,14 +1,14 @@
 """Tenants and their tokens: issued, revoked and listed by local administration, with the service up or down.
 
-Synchronous, on a connection of its own: the command line uses it directly. It must not be reachable from a tool.
-What a token means to a request is `tokens`'.
+Synchronous, on a connection of its own: the command line uses it directly. It must not be reachable from a
+tool. What a token means to a request is `tokens`'.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,18 +70,21 @@ class Registry:
         """Makes a token, and its workspace where there is none.
 
         Args:
-            workspace: 1–64 of `[A-Za-z0-9_-]`, the first alphanumeric.
+            workspace: 1-64 of `[A-Za-z0-9_-]`, the first alphanumeric.
             ttl_s: Seconds until it expires, more than 0.
             allow_network: For a new workspace: its VMs may have a network. An existing one is left as it is.
             operator: Gives this token the operator scope.
             profile: Fixes the tool profile of this token.
-            quota: For a new workspace. For an existing one each bound that is not None must equal the workspace's.
+            quota: For a new workspace. For an existing one each bound that is not None must equal the
+                workspace's.
 
         Raises:
             RequestError: The workspace is revoked, or has another policy than asked for; nothing was issued.
         """
         with transaction(self._db):
-            return self._issue(workspace, ttl_s, allow_network, operator, profile, quota or Quota())
+            return self._issue(
+                workspace, ttl_s, profile, quota or Quota(), allow_network=allow_network, operator=operator
+            )
 
     def issue_token_file(
         self,
@@ -98,7 +101,14 @@ class Registry:
         written = False
         try:
             with transaction(self._db):
-                issued = self._issue(workspace, ttl_s, allow_network, operator, profile, quota or Quota())
+                issued = self._issue(
+                    workspace,
+                    ttl_s,
+                    profile,
+                    quota or Quota(),
+                    allow_network=allow_network,
+                    operator=operator,
+                )
                 write_token_file(path, issued.secret)
                 written = True
         except BaseException:
@@ -135,7 +145,11 @@ class Registry:
             return self._existing(workspace)
 
     def set_workspace(self, workspace: str, **changes: int | bool | None) -> Workspace:
-        """Changes the policy of a workspace: allow_network, max_vms, max_memory_mib, max_storage_gib (None: no bound).
+        """Changes the policy of a workspace.
+
+        Args:
+            workspace: Which.
+            changes: Any of allow_network, max_vms, max_memory_mib, max_storage_gib; None takes a bound away.
 
         Raises:
             RequestError: `not_found`, or a value out of range.
@@ -194,17 +208,18 @@ class Registry:
         self,
         workspace: str,
         ttl_s: float,
-        allow_network: bool,
-        operator: bool,
         profile: str | None,
         quota: Quota,
+        *,
+        allow_network: bool,
+        operator: bool,
     ) -> IssuedToken:
         if not 0 < ttl_s < float("inf"):
             raise RequestError("invalid_argument", "The time to live must be a number of seconds above 0.")
         if profile is not None and NAME_PATTERN.fullmatch(profile) is None:
             raise RequestError("invalid_argument", f"{profile!r} is not the name of a tool profile.")
         now = self._clock()
-        self._settle_workspace(workspace, allow_network, quota, now)
+        self._settle_workspace(workspace, quota, now, allow_network=allow_network)
         secret = new_secret()
         issued = IssuedToken(token_id_of(secret), WorkspaceId(workspace), now + ttl_s, secret)
         self._db.execute(
@@ -214,7 +229,7 @@ class Registry:
         )
         return issued
 
-    def _settle_workspace(self, workspace: str, allow_network: bool, quota: Quota, now: float) -> None:
+    def _settle_workspace(self, workspace: str, quota: Quota, now: float, *, allow_network: bool) -> None:
         _check_quota(quota)
         found = self.workspace(workspace)
         if found is None:
@@ -251,14 +266,14 @@ class Registry:
         if differing:
             raise RequestError(
                 "invalid_argument",
-                f"The workspace {workspace!r} exists with other values of {', '.join(differing)}; issuing a token "
-                "leaves them alone. Leave them out, or change the workspace first.",
+                f"The workspace {workspace!r} exists with other values of {', '.join(differing)}; issuing a "
+                "token leaves them alone. Leave them out, or change the workspace first.",
                 {"workspace": workspace, "existing": differing},
             )
 
 
 @contextmanager
-def open_registry(state_dir: Path, clock: Callable[[], float] = time.time) -> Iterator[Registry]:
+def open_registry(state_dir: Path, clock: Callable[[], float] = time.time) -> Generator[Registry, None, None]:
     """The registry of a state directory, which is made where it does not exist.
 
     Raises:

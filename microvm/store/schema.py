@@ -1,7 +1,8 @@
 """The tables, and how an older file becomes a newer one.
 
-`MIGRATIONS[n]` leads from `user_version` n to n + 1 and is never edited once released: a change is one more entry.
-Statements only; `database` runs them. Times are seconds since the epoch, UTC; JSON columns are UTF-8 text.
+`MIGRATIONS[n]` leads from `user_version` n to n + 1 and is never edited once released: a change is one more
+entry. Statements only; `database` runs them. Times are seconds since the epoch, UTC; JSON columns are UTF-8
+text.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The daemon's store: one writer, and a reader for authentication.
 
-Every write is one FULL commit in one thread call, one at a time and in the order asked for (a `CapacityLimiter` of 1
-is a queue). A cancelled call has not happened if it had not begun; one that has begun is finished and reported.
-Reads of live state do not come here: `load` is for start-up, `authenticate` and `workspace` are for each request.
+Every write is one FULL commit in one thread call, one at a time and in the order asked for (a
+`CapacityLimiter` of 1 is a queue). A cancelled call has not happened if it had not begun; one that has begun
+is finished and reported. Reads of live state do not come here: `load` is for start-up, `authenticate` and
+`workspace` are for each request.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ class Store:
     def authenticate(self, secret: str) -> Principal | None:
         """Who presents `secret`; None for unknown, malformed, expired and revoked ones alike.
 
-        Reads the file each time, since the command line issues and revokes beside a live daemon. Takes tens of
-        microseconds in the calling thread, which must be the one that opened the store.
+        Reads the file each time, since the command line issues and revokes beside a live daemon. Takes tens
+        of microseconds in the calling thread, which must be the one that opened the store.
         """
         with database.translated("authenticate"):
             return find_principal(self._reader, secret, self._clock())
@@ -143,7 +144,7 @@ class Store:
     async def journal_intent(
         self, vm_id: VmId, op: str, args: Mapping[str, Any] | None = None, **changes: Any
     ) -> int:
-        """Says what is about to be done, with the record's change, in one commit; the answer is the intent's id."""
+        """Says what is about to be done, and changes the record, in one commit; answers the intent's id."""
         answers = await self.commit(
             writes.change_vm(vm_id, **changes), writes.intent(vm_id, op, args, self._clock())
         )
@@ -209,11 +210,12 @@ class Store:
 
 
 @asynccontextmanager
-async def open_store(state_dir: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[Store]:
+async def open_store(state_dir: Path, clock: Callable[[], float] = time.time) -> AsyncGenerator[Store, None]:
     """The store of a state directory, made or migrated where needed.
 
     Args:
-        state_dir: On another file system than RAM files and disks: a commit beside their fsyncs takes up to 0.8 s.
+        state_dir: On another file system than RAM files and disks: a commit beside their fsyncs takes up to
+            0.8 s.
         clock: Seconds since the epoch, UTC.
 
     Raises:

@@ -38,7 +38,7 @@ def hash_of(secret: str) -> bytes:
 
 
 def token_id_of(secret: str) -> str:
-    """A token's public id: 60 bits of its hash, so that the holder of a token file can name it without showing it."""
+    """A token's public id, 60 bits of its hash: who holds a token file can name it without showing it."""
     return "tok_" + base64.b32encode(hash_of(secret)).decode("ascii").lower()[:12]
 
 

@@ -1,8 +1,8 @@
 """What can be written, as values: `Store.commit` runs any number of them as one transaction.
 
-A journal record and the change that it announces, or a receipt and the job behind it, belong into one commit, so each
-of these is a function of a connection in an open transaction, and none begins or ends one. Rows that ought
-to exist and do not are bugs, and assertions.
+A journal record and the change that it announces, or a receipt and the job behind it, belong into one commit,
+so each of these is a function of a connection in an open transaction, and none begins or ends one. Rows that
+ought to exist and do not are bugs, and assertions.
 """
 
 from __future__ import annotations
