@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
-import httpx
+import httpx2
 
 from microvm.daemon.settings import load_settings
 from microvm.errors import STATUS_OF_CODE, CapacityError, MicrovmError, RequestError
@@ -100,16 +100,16 @@ def _read_token(path: Path) -> str:
 class Client:
     """Calls tools of one service. A context manager; leaving it closes the connection."""
 
-    def __init__(self, endpoint: Endpoint, *, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, *, transport: httpx2.BaseTransport | None = None) -> None:
         self.endpoint = endpoint
         if transport is None and endpoint.socket is not None:
-            transport = httpx.HTTPTransport(uds=str(endpoint.socket))
+            transport = httpx2.HTTPTransport(uds=str(endpoint.socket))
         headers = {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
-        self._http = httpx.Client(
+        self._http = httpx2.Client(
             base_url=endpoint.url,
             headers=headers,
             transport=transport,
-            timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx2.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy variable must not see the token
         )
 
@@ -140,13 +140,13 @@ class Client:
         name = self.endpoint.name
         try:
             response = self._http.request(method, path, json=body)
-        except httpx.ConnectError as error:
+        except httpx2.ConnectError as error:
             raise _unreachable(
                 f"no service answers at {name} ({error}); start it with `microvm serve`"
             ) from None
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             raise _unreachable(f"{name} did not answer within {TIMEOUT_S:g} s") from None
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _unreachable(f"the connection to {name} was lost: {error}") from None
         return _result(response)
 
@@ -155,7 +155,7 @@ def _unreachable(message: str) -> CapacityError:
     return CapacityError("no_capacity", message)
 
 
-def _result(response: httpx.Response) -> dict[str, Any]:
+def _result(response: httpx2.Response) -> dict[str, Any]:
     try:
         document: object = response.json()
     except ValueError:
