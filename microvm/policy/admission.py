@@ -9,7 +9,7 @@ exception, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -85,6 +85,7 @@ class Create:
     Attributes:
         workspace: The owner with its quota, as it is now.
         needs_bytes: What the creation writes at once, above blocks shared with its source.
+        idle: VMs past their idle time, longest idle first, that may be hibernated to make room.
     """
 
     vm_id: VmId
@@ -93,6 +94,7 @@ class Create:
     volume: Volume
     needs_bytes: int = 0
     live: bool = True
+    idle: tuple[VmId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,15 @@ def decide(admission: Admission, event: Event) -> Decision:
             return replace(admission, holdings=rest), ()
 
 
+def bounded(quota: Quota, defaults: Quota) -> Quota:
+    """A workspace's quota, with the service's default wherever it has no bound of its own."""
+    return Quota(
+        max_vms=defaults.max_vms if quota.max_vms is None else quota.max_vms,
+        max_memory_mib=defaults.max_memory_mib if quota.max_memory_mib is None else quota.max_memory_mib,
+        max_storage_gib=defaults.max_storage_gib if quota.max_storage_gib is None else quota.max_storage_gib,
+    )
+
+
 def use_of(admission: Admission, workspace_id: WorkspaceId | None = None) -> Use:
     """What a workspace's VMs, or all of them, hold now: what is reserved, not what is really used."""
     held = [
@@ -225,23 +236,13 @@ def use_of(admission: Admission, workspace_id: WorkspaceId | None = None) -> Use
 def _create(admission: Admission, event: Create) -> Decision:
     assert event.vm_id not in admission.holdings, event.vm_id
     workspace_id, spec = event.workspace.workspace_id, event.spec
-    charged = spec.memory_mib if event.live or admission.reserve_hibernated_memory else 0
-    asked = Use(
-        vms=1,
-        live_vms=int(event.live),
-        memory_mib=charged,
-        storage_mib=_storage_mib(admission, spec.memory_mib, spec.disk_gib),
-    )
-    denied = (
-        _over(event.workspace.quota, use_of(admission, workspace_id), asked, host=False)
-        or _over(admission.budget, use_of(admission), asked, host=True)
-        or _space(event.volume, event.needs_bytes)
-    )
-    slot = _free_slot(admission) if event.live else None
-    if denied is None and event.live and slot is None:
-        denied = _no_slot()
+    denied = _create_denial(admission, event)
     if denied is not None:
-        return admission, (denied,)
+        answer = _make_room(
+            admission, event.idle, workspace_id, denied, lambda each: _create_denial(each, event)
+        )
+        return admission, (answer,)
+    slot = _free_slot(admission) if event.live else None
     holding = Holding(workspace_id, spec.memory_mib, spec.disk_gib, slot)
     return _mark(admission, event.vm_id, holding), (Granted(slot),)
 
@@ -251,35 +252,69 @@ def _wake(admission: Admission, event: Wake) -> Decision:
     if holding.slot is not None:
         return admission, (Granted(holding.slot),)
     denied = _wake_denial(admission, event, holding)
-    if denied is None:
-        slot = _free_slot(admission)
-        assert slot is not None
-        return _mark(admission, event.vm_id, replace(holding, slot=slot)), (Granted(slot),)
+    if denied is not None:
+        answer = _make_room(
+            admission,
+            event.idle,
+            holding.workspace_id,
+            denied,
+            lambda each: _wake_denial(each, event, holding),
+        )
+        return admission, (answer,)
+    slot = _free_slot(admission)
+    return _mark(admission, event.vm_id, replace(holding, slot=slot)), (Granted(slot),)
+
+
+def _make_room(
+    admission: Admission,
+    idle: tuple[VmId, ...],
+    workspace_id: WorkspaceId,
+    denied: Denied,
+    denial: Callable[[Admission], Denied | None],
+) -> MakeRoom | Denied:
+    """The fewest of `idle`, from its front, whose rest would lift the denial; where none would, the denial."""
     chosen: list[VmId] = []
     emptier = admission
-    for vm_id in event.idle:
+    for vm_id in idle:
         candidate = emptier.holdings.get(vm_id)
         if candidate is None or candidate.slot is None:
             continue
-        if denied.code == "quota_exceeded" and candidate.workspace_id != holding.workspace_id:
+        if denied.code == "quota_exceeded" and candidate.workspace_id != workspace_id:
             continue  # another tenant's rest does not help against one's own quota
         emptier = _mark(emptier, vm_id, replace(candidate, slot=None))
         chosen.append(vm_id)
-        if _wake_denial(emptier, event, holding) is None:
-            return admission, (MakeRoom(tuple(chosen)),)
-    return admission, (denied,)
+        if denial(emptier) is None:
+            return MakeRoom(tuple(chosen))
+    return denied
+
+
+def _create_denial(admission: Admission, event: Create) -> Denied | None:
+    spec = event.spec
+    asked = Use(
+        vms=1,
+        live_vms=int(event.live),
+        memory_mib=spec.memory_mib if event.live or admission.reserve_hibernated_memory else 0,
+        storage_mib=_storage_mib(admission, spec.memory_mib, spec.disk_gib),
+    )
+    return _denial(admission, event.workspace, asked, event.volume, event.needs_bytes)
 
 
 def _wake_denial(admission: Admission, event: Wake, holding: Holding) -> Denied | None:
     # Storage and count are reserved already, and with reserve_hibernated_memory so is RAM.
     charged = 0 if admission.reserve_hibernated_memory else holding.memory_mib
     asked = Use(live_vms=1, memory_mib=charged)
+    return _denial(admission, event.workspace, asked, event.volume, event.needs_bytes)
+
+
+def _denial(
+    admission: Admission, workspace: Workspace, asked: Use, volume: Volume, needs_bytes: int
+) -> Denied | None:
     denied = (
-        _over(event.workspace.quota, use_of(admission, holding.workspace_id), asked, host=False)
+        _over(workspace.quota, use_of(admission, workspace.workspace_id), asked, host=False)
         or _over(admission.budget, use_of(admission), asked, host=True)
-        or _space(event.volume, event.needs_bytes)
+        or _space(volume, needs_bytes)
     )
-    if denied is None and _free_slot(admission) is None:
+    if denied is None and asked.live_vms and _free_slot(admission) is None:
         return _no_slot()
     return denied
 

@@ -1,9 +1,9 @@
 """When a VM has been idle long enough: activity is counted, and a deadline names the count it was armed at.
 
 A deadline that fires after anything happened is no event, so a timer never takes a VM away from a call that
-came in between; the final word is the lifecycle table's, in the same step. Activity is a tool that touches the
-guest, and an active job, whatever it left behind included. Polling is none, and neither are daemons in the
-guest. It must not know clocks or timers: `fleet` keeps one timer for each VM.
+came in between; the final word is the lifecycle table's, in the same step. Activity is a tool that touches
+the guest, and an active job, whatever it left behind included. Polling is none, and neither are daemons in
+the guest. It must not know clocks or timers: `fleet` keeps one timer for each VM.
 """
 
 from __future__ import annotations

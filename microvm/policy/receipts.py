@@ -234,7 +234,7 @@ def _meet(known: Receipt, event: Begin) -> Join | Replay | Deny:
     if (known.tool, known.args_hash) != (event.tool, event.args_hash):
         return Deny(
             "request_id_conflict",
-            f"The request id was used for {known.tool} with other arguments; new work needs a new request_id.",
+            f"The request id was used for {known.tool} with other arguments; new work needs a new id.",
         )
     if known.state is ReceiptState.PENDING:
         return Join(known)

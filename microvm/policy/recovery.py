@@ -30,18 +30,16 @@ class Found:
         record: As the store has it.
         disk: Whether its disk is there.
         manifest: The generation of the newest manifest that is whole; None where there is none.
-        op: The effect whose intent is still open, if any.
     """
 
     record: VmRecord
     disk: bool
     manifest: Generation | None = None
-    op: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The VM stays as it is; its open intent, if any, is closed as not done."""
+    """The VM stays as it is; an open intent of it is closed as not done."""
 
     vm_id: VmId
 

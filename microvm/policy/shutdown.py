@@ -44,7 +44,7 @@ class Drain:
 
     Attributes:
         budget_s: Seconds for the whole, `drain_seconds`; less than `TimeoutStopSec`.
-        deadline: When the whole must be over; 0 while serving.
+        began_at: When `Stop` came, on a clock that is never set.
         waiting: VMs whose checkpoint has not begun.
         saving: VMs being checkpointed.
     """

@@ -77,10 +77,11 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The build of `key` failed, and has removed what it made."""
+    """The build of `key` failed, and has removed what it made; `code` is what its waiters get."""
 
     key: Key
     reason: str
+    code: str = "internal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def _build_failed(templates: Templates, event: BuildFailed) -> Decision:
     entry = templates.entries[event.key]
     assert isinstance(entry, Building), event.key
     message = f"The template for a VM of this kind could not be built: {event.reason}"
-    denials = tuple(Deny(waiter, "internal", message) for waiter in entry.waiters)
+    denials = tuple(Deny(waiter, event.code, message) for waiter in entry.waiters)
     return _gone(templates, event.key, denials)
 
 
