@@ -140,7 +140,7 @@ class Vmm(Protocol):
     async def save(self, state_fd: int) -> None:
         """Writes device state, complete when this returns; the caller fsyncs.
 
-        The vCPUs must be stopped, and stay so. Once for each stop: the next needs `cont` and `stop` before it.
+        The vCPUs must be stopped, and stay so. Once for each stop: the next needs `cont` and `stop` first.
         """
         ...
 

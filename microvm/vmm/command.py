@@ -156,6 +156,7 @@ def encode_cmdline(tsc_khz: int, *, extra: str = "") -> str:
         "nowatchdog",  # a guest whose vCPUs stood still while the host was busy has not locked up
         "rcupdate.rcu_cpu_stall_suppress=1",
         "net.ifnames=0",
+        "edd=off",  # there is no BIOS to ask about disks
     ]
     if extra:
         words.append(extra)
