@@ -32,6 +32,9 @@ LimitsMode = Literal["v2", "none"]
 CONTROLLERS: Final = frozenset({"cpu", "memory", "pids"})
 """What `limits = "v2"` needs."""
 
+MARK: Final = "microvm-"
+"""Begins the name of the directory that holds all groups of one instance."""
+
 DAEMON_LEAF: Final = "daemon"
 """A group with controllers for its children may hold no processes itself (unless it is the root group), so
 the daemon moves itself here."""
@@ -95,6 +98,12 @@ def find_hierarchy(
             if number == "0":
                 group = path
     own = Path(os.path.relpath(group, mount_root))
+    if ".." in own.parts:
+        raise HostError(
+            "find cgroup v2", str(mount), message="the daemon's own group lies outside this mount"
+        )
+    if own.name == DAEMON_LEAF and own.parent.name.startswith(MARK):
+        own = own.parent.parent  # moved there by `prepare`, earlier in this process's life
     path = mount / own / "cgroup.controllers"
     with host_errors("read", path):
         controllers = frozenset(path.read_text("ascii").split())
@@ -176,7 +185,7 @@ class CgroupTree:
     """
 
     def __init__(self, hierarchy: Hierarchy, instance_id: str, limits: LimitsMode) -> None:
-        mark = f"microvm-{instance_id}"
+        mark = f"{MARK}{instance_id}"
         assert _NAME.fullmatch(mark), mark
         self.hierarchy: Final = hierarchy
         self.limits: Final = limits

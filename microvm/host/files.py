@@ -76,7 +76,7 @@ def drop_pages(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_durable(path: str | Path, data: bytes, *, mode: int = 0o600) -> None:
+def write_durably(path: str | Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replaces or makes the file; after a crash it has the old content or the new, never a part.
 
     Args:
@@ -106,14 +106,14 @@ def write_durable(path: str | Path, data: bytes, *, mode: int = 0o600) -> None:
     fsync_directory(target.parent)
 
 
-def rename_durable(source: str | Path, target: str | Path) -> None:
+def rename_durably(source: str | Path, target: str | Path) -> None:
     """Renames within one directory and makes it durable; the file's content must have been fsynced."""
     with host_errors("rename", target):
         os.rename(source, target)
     fsync_directory(Path(target).parent)
 
 
-def unlink_durable(path: str | Path) -> None:
+def unlink_durably(path: str | Path) -> None:
     """Removes the name durably; nothing when it is not there."""
     with host_errors("unlink", path):
         try:

@@ -145,6 +145,20 @@ def test_the_hierarchy_is_found_alone_and_beside_v1(tmp_path: Path) -> None:
         assert found.lacks == frozenset()
 
 
+def test_a_daemon_in_its_leaf_is_found_where_it_started(tmp_path: Path) -> None:
+    mount = tmp_path / "cg"
+    make_group_files(mount / "service", "cgroup.controllers")
+    mountinfo = f"30 23 0:26 / {mount} rw - cgroup2 cgroup2 rw\n"
+    found = find_hierarchy(*hierarchy_files(tmp_path, mountinfo, "0::/service/microvm-one/daemon\n"))
+    assert found.own_path == mount / "service"
+
+
+def test_a_group_outside_the_mount_is_refused(tmp_path: Path) -> None:
+    mountinfo = f"30 23 0:26 /container {tmp_path} rw - cgroup2 cgroup2 rw\n"
+    with pytest.raises(HostError, match="outside this mount"):
+        find_hierarchy(*hierarchy_files(tmp_path, mountinfo, "0::/elsewhere\n"))
+
+
 def test_no_v2_mount_is_said(tmp_path: Path) -> None:
     with pytest.raises(HostError, match="no cgroup2 file system"):
         find_hierarchy(*hierarchy_files(tmp_path, "29 23 0:25 / /cg rw - cgroup cgroup rw,cpu\n", "0::/\n"))

@@ -20,9 +20,9 @@ from microvm.host.files import (
     flush,
     fsync_fd,
     hold_lock,
-    rename_durable,
-    unlink_durable,
-    write_durable,
+    rename_durably,
+    unlink_durably,
+    write_durably,
 )
 
 
@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_content_is_durable_before_the_name_and_the_name_before_it_returns(
     tmp_path: Path, calls: list[str]
 ) -> None:
-    write_durable(tmp_path / "manifest", b"new")
+    write_durably(tmp_path / "manifest", b"new")
     assert calls == ["fsync .manifest.new", "rename manifest", f"fsync {tmp_path.name}"]
     assert (tmp_path / "manifest").read_bytes() == b"new"
 
@@ -57,10 +57,10 @@ def test_content_is_durable_before_the_name_and_the_name_before_it_returns(
 def test_mode_is_as_asked_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        write_durable(tmp_path / "open", b"", mode=0o644)
+        write_durably(tmp_path / "open", b"", mode=0o644)
     finally:
         os.umask(before)
-    write_durable(tmp_path / "closed", b"")
+    write_durably(tmp_path / "closed", b"")
     assert stat.S_IMODE((tmp_path / "open").stat().st_mode) == 0o644
     assert stat.S_IMODE((tmp_path / "closed").stat().st_mode) == 0o600
 
@@ -70,7 +70,7 @@ def test_a_failure_leaves_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     target = tmp_path / "manifest"
-    write_durable(target, b"old")
+    write_durably(target, b"old")
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space")
@@ -78,25 +78,25 @@ def test_a_failure_leaves_the_old_content(
     with monkeypatch.context() as patched:
         patched.setattr(files.os, failing, fail)
         with pytest.raises(HostError, match="ENOSPC") as caught:
-            write_durable(target, b"new content")
+            write_durably(target, b"new content")
     assert caught.value.code == "disk_full"
     assert target.read_bytes() == b"old"
-    write_durable(target, b"next")
+    write_durably(target, b"next")
     assert os.listdir(tmp_path) == ["manifest"]
 
 
 def test_what_a_crash_left_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / ".manifest.new").write_bytes(b"half a manifest, longer than the next")
-    write_durable(tmp_path / "manifest", b"whole")
+    write_durably(tmp_path / "manifest", b"whole")
     assert (tmp_path / "manifest").read_bytes() == b"whole"
     assert os.listdir(tmp_path) == ["manifest"]
 
 
 def test_renames_and_removals_are_durable(tmp_path: Path, calls: list[str]) -> None:
     (tmp_path / "a").touch()
-    rename_durable(tmp_path / "a", tmp_path / "b")
-    unlink_durable(tmp_path / "b")
-    unlink_durable(tmp_path / "b")
+    rename_durably(tmp_path / "a", tmp_path / "b")
+    unlink_durably(tmp_path / "b")
+    unlink_durably(tmp_path / "b")
     assert calls == [
         "rename b",
         f"fsync {tmp_path.name}",
