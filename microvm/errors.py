@@ -133,3 +133,12 @@ class HostError(MicrovmError):
         self.operation = operation
         self.path = path
         self.errno = errno_
+
+
+def first_error(group: BaseExceptionGroup[MicrovmError]) -> MicrovmError:
+    """The first domain error of a group: several tasks that saw one failure are one failure."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MicrovmError)
+    return error

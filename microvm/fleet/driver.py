@@ -1,0 +1,451 @@
+"""The one task that owns a VM: the only writer of its state.
+
+Others submit requests and wait; the driver decides them one at a time by `policy.lifecycle`, commits the intent, runs
+the effect in a child task, and commits its end. While an effect runs, requests wait in order; identical ones are
+one; a destroy goes first and cancels whatever runs. What the effects do is in `effects`; this module must not touch
+files, processes or guests.
+
+    submit ─► queue ─► decide ─► commit intent ─► effect ─► decide(Done | Failed) ─► commit done ─► answer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import trio
+
+from microvm.errors import MicrovmError, RequestError, first_error
+from microvm.fleet.effects import EffectFailed, Effects
+from microvm.fleet.live import Live
+from microvm.fleet.log import log
+from microvm.model import VmRecord, VmState
+from microvm.policy import idle, lifecycle
+from microvm.policy.lifecycle import (
+    LATER,
+    STAY,
+    Answer,
+    Destroy,
+    Done,
+    Drain,
+    Event,
+    Failed,
+    Idle,
+    OutOfSpace,
+    Refusal,
+    Step,
+    Use,
+    VmmDied,
+)
+
+
+class Journal(Protocol):
+    """What the driver needs of the store: `journal.VmJournal`, or a double in tests."""
+
+    async def intent(self, record: VmRecord, op: str) -> int:
+        """Commits the start of a mutation together with the record as it is from now on."""
+        ...
+
+    async def step(self, intent: int, record: VmRecord, name: str) -> None:
+        """Commits a point of no return."""
+        ...
+
+    async def done(self, intent: int, record: VmRecord, outcome: str) -> None:
+        """Commits the end of a mutation together with the record."""
+        ...
+
+    async def gone(self, intent: int, record: VmRecord) -> None:
+        """Commits the end of the VM."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One run of an effect; see `effects.Turn`."""
+
+    driver: VmDriver
+    intent: int
+    before: VmState
+
+    @property
+    def record(self) -> VmRecord:
+        return self.driver.record
+
+    async def commit(self, step: str, **changes: Any) -> None:
+        await self.driver.commit_step(self.intent, step, changes)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    event: Event
+    answered: trio.Event = field(default_factory=trio.Event)
+    error: MicrovmError | None = None
+    waiters: int = 0
+    granted: bool = False  # a Use that was let in
+
+
+_JOINABLE: Final = lifecycle.Suspend | lifecycle.Resume | lifecycle.Stop | Destroy | Drain
+
+
+class VmDriver:
+    """Owns one VM from its first commit to its last.
+
+    Args:
+        record: The VM as the store has it.
+        journal: Where mutations are committed.
+        effects: What does the work.
+    """
+
+    def __init__(self, record: VmRecord, journal: Journal, effects: Effects) -> None:
+        self.record = record
+        self.effects = effects
+        self.gone = trio.Event()
+        self._journal = journal
+        self._queue: list[_Request] = []
+        self._bell = trio.Event()
+        self._idle = idle.Idle(record.idle_seconds, record.idle_mode, last_activity_at=record.last_activity_at)
+        self._effect_scope: trio.CancelScope | None = None
+        self._cause: _Request | None = None
+        self._create_intent: int | None = None
+        self._buried: MicrovmError | None = None
+        self._create_error: MicrovmError | None = None
+
+    # ---- for callers ------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether an effect is under way."""
+        return self._effect_scope is not None
+
+    @property
+    def hibernates_at(self) -> float | None:
+        """When the VM will go idle (seconds since the epoch) if nobody touches it; None while it will not."""
+        return None if self.busy else self._idle.deadline
+
+    @property
+    def last_activity_at(self) -> float:
+        """When the VM was last used, seconds since the epoch."""
+        return self._idle.last_activity_at
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the VM is past its idle time, and only waits for its turn."""
+        deadline = self.hibernates_at
+        return deadline is not None and deadline <= time.time()
+
+    async def submit(self, event: Event) -> VmRecord:
+        """Asks for a transition and waits until the VM is there.
+
+        Returns:
+            The record after it; for a VM that was there already, the record as it is.
+
+        Raises:
+            RequestError: The transition is not possible; nothing changed.
+            MicrovmError: It was tried and failed; the record says where the VM is now.
+
+        Cancellation: ends the wait; what was asked for goes on.
+        """
+        await self._ask(event)
+        return self.record
+
+    @contextlib.asynccontextmanager
+    async def use(self) -> AsyncIterator[Live]:
+        """A running guest for the time of a call, woken if need be; it is not put to rest inside the block.
+
+        Raises:
+            RequestError: The VM is stopped or failed.
+            MicrovmError: It could not be woken.
+        """
+        await self._ask(Use())
+        try:
+            live = self.effects.live
+            assert live is not None
+            yield live
+        finally:
+            self._note(idle.Left())
+
+    def jobs_changed(self) -> None:
+        """Tells that a job began or ended, or that what it left behind did."""
+        self._note(idle.Jobs(self.effects.jobs.active))
+
+    def _note(self, event: idle.Event) -> None:
+        self._idle, _ = idle.decide(self._idle, event, time.time())
+        self._bell.set()
+
+    def vmm_died(self, reason: str) -> None:
+        """Tells that the VMM ended; while an effect runs, the effect sees that itself."""
+        self._queue.insert(0, _Request(VmmDied(reason)))
+        self._bell.set()
+
+    def out_of_space(self) -> None:
+        """Tells that the VMM stopped the vCPUs because the volume is full."""
+        self._queue.insert(0, _Request(OutOfSpace()))
+        self._bell.set()
+
+    async def _ask(self, event: Event) -> None:
+        request = self._join(event)
+        request.waiters += 1
+        try:
+            await request.answered.wait()
+        except trio.Cancelled:
+            request.waiters -= 1
+            if isinstance(event, Use):
+                self._abandon(request)
+            raise
+        if request.error is not None:
+            raise request.error
+
+    def _join(self, event: Event) -> _Request:
+        if self.gone.is_set():
+            raise RequestError("not_found", "There is no VM with this id.")
+        if self._buried is not None:
+            raise self._buried
+        if isinstance(event, _JOINABLE):
+            for pending in self._queue:
+                if pending.event == event:
+                    return pending
+        request = _Request(event)
+        if isinstance(event, Destroy):
+            self._queue.insert(0, request)
+        else:
+            self._queue.append(request)
+        self._bell.set()
+        return request
+
+    def _abandon(self, request: _Request) -> None:
+        if request.granted:
+            self._note(idle.Left())
+        elif request in self._queue and request is not self._cause:
+            self._queue.remove(request)
+        self._bell.set()
+
+    # ---- the task ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, *, create_intent: int | None = None) -> None:
+        """Runs until the VM is gone.
+
+        Args:
+            create_intent: The committed intent to make the VM, which is then the first effect.
+
+        Cancellation: kills the VMM if there is one; the store then says what recovery needs.
+        """
+        async with trio.open_nursery() as nursery:
+            self.effects.attach(nursery, died=self.vmm_died, out_of_space=self.out_of_space)
+            if create_intent is not None:
+                self._create_intent = create_intent
+                self._start(nursery, Step(VmState.CREATING, lifecycle.CREATE), None)
+            while not self.gone.is_set():
+                self._bell = trio.Event()
+                self._turn(nursery)
+                with trio.move_on_at(self._wait_until()):
+                    await self._bell.wait()
+            nursery.cancel_scope.cancel(reason="the VM is gone")
+
+    def _turn(self, nursery: trio.Nursery) -> None:
+        """Decides all that can be decided now; starts at most one effect."""
+        self._preempt()
+        if self.busy:
+            return
+        for request in list(self._queue):
+            answer = self._decide(request.event)
+            if answer is LATER:
+                break  # in order: what came later waits behind it
+            if isinstance(answer, Step):
+                self._start(nursery, answer, request)
+                return
+            self._answer(request, _refused(answer))
+        _, effects = idle.decide(self._idle, idle.Fired(self._idle.activity), time.time())
+        if effects and isinstance(effects[0], idle.PutToRest):
+            answer = self._decide(Idle(effects[0].seen, effects[0].mode))
+            if isinstance(answer, Step):
+                self._start(nursery, answer, None)
+
+    def _preempt(self) -> None:
+        """A destroy does not wait for the effect under way."""
+        if self._effect_scope is None or self.record.state is VmState.DESTROYING:
+            return
+        if any(isinstance(request.event, Destroy) for request in self._queue):
+            self.effects.kill()
+            self._effect_scope.cancel(reason="the VM is being destroyed")
+
+    def _decide(self, event: Event, before: VmState | None = None) -> Answer:
+        record = self.record
+        facts = lifecycle.Facts(
+            state=record.state,
+            before=before,
+            active_jobs=self.effects.jobs.active,
+            uses=self._idle.uses,
+            activity=self._idle.activity,
+            checkpoint=record.checkpoint_generation > record.spent_generation,
+            reason=record.reason,
+        )
+        return lifecycle.decide(facts, event)
+
+    def _answer(self, request: _Request, error: MicrovmError | None) -> None:
+        """Takes a request off the queue and answers it; a granted use is counted in the same step."""
+        self._queue.remove(request)
+        request.error = error
+        if error is None and isinstance(request.event, Use):
+            self._note(idle.Entered())
+            request.granted = True
+        request.answered.set()
+
+    def _wait_until(self) -> float:
+        """When the loop must look again though nothing rang, on Trio's clock."""
+        deadline = self.hibernates_at
+        return math.inf if deadline is None else trio.current_time() + max(deadline - time.time(), 0.0)
+
+    # ---- one effect after another -----------------------------------------------------------------------------------
+
+    def _start(self, nursery: trio.Nursery, step: Step, cause: _Request | None) -> None:
+        self._effect_scope = trio.CancelScope()
+        self._cause = cause
+        nursery.start_soon(self._run, step, cause)
+
+    async def _run(self, step: Step, cause: _Request | None) -> None:
+        """Runs `step` and what follows from it, then lets the queue go on."""
+        assert self._effect_scope is not None
+        error: MicrovmError | None = None
+        with self._effect_scope:
+            try:
+                error = await self._run_steps(step)
+            except* MicrovmError as group:
+                # only the journal raises here: nothing was begun, or its end could not be written down
+                error = first_error(group)
+            except* Exception as group:
+                log.exception("driver crashed", extra={"vm_id": self.record.vm_id}, exc_info=group)
+                error = MicrovmError("internal", "The service failed while changing this VM; see its log.")
+                await self._fail_after_crash("the service failed while changing this VM")
+        self._effect_scope = None
+        self._cause = None
+        if error is not None:
+            self._answer_failed(error, cause)
+        self._bell.set()
+
+    async def _run_steps(self, step: Step) -> MicrovmError | None:
+        """Commits, acts, decides what follows; returns the failure that the caller is told of."""
+        error: MicrovmError | None = None
+        following: Step | None = step
+        while following is not None:
+            following, failure = await self._run_step(following)
+            error = error or failure
+        return error
+
+    async def _run_step(self, step: Step) -> tuple[Step | None, MicrovmError | None]:
+        effect, before = step.effect, self.record.state
+        if effect is None:
+            await self._settle(step, before)
+            return None, None
+        begun = self.record if effect.settles_after else self._moved(step)
+        if effect is lifecycle.CREATE:
+            assert self._create_intent is not None
+            intent = self._create_intent  # committed with the receipt and the row
+        else:
+            intent = await self._journal.intent(begun, effect.name)
+        self._publish(begun)
+        failure: MicrovmError | None = None
+        completion: Event
+        try:
+            changes = await self.effects.run(effect, _Turn(self, intent, before))
+            self.record = self.record.with_(**changes)
+            completion = Done()
+        except EffectFailed as failed:
+            failure = failed.error
+            if effect is lifecycle.CREATE:
+                self._create_error = failure
+            self.record = self.record.with_(**failed.changes)
+            completion = Failed(failed.error.message, committed=failed.committed, guest_lost=failed.guest_lost)
+        if isinstance(completion, Done) and effect.settles_after:
+            answer: Answer = Step(step.state, reason=step.reason)
+        elif isinstance(completion, Done) and effect is lifecycle.RELEASE:
+            answer = STAY
+        else:
+            answer = self._decide(completion, before)
+        return await self._finish(intent, answer, failure)
+
+    async def _finish(
+        self, intent: int, answer: Answer, failure: MicrovmError | None
+    ) -> tuple[Step | None, MicrovmError | None]:
+        outcome = "done" if failure is None else f"failed: {failure.message}"
+        if not isinstance(answer, Step):
+            await self._journal.done(intent, self.record, outcome)
+            return None, failure
+        if answer.gone:
+            await self._journal.gone(intent, self.record)
+            self._leave()
+            return None, failure
+        if answer.effect is None:
+            settled = self._moved(answer)
+            await self._journal.done(intent, settled, outcome)
+            self._publish(settled)
+            return None, failure
+        await self._journal.done(intent, self.record, outcome)
+        return answer, failure
+
+    async def _settle(self, step: Step, before: VmState) -> None:
+        """A transition without an effect, committed as one."""
+        settled = self._moved(step)
+        intent = await self._journal.intent(settled, f"{before}→{step.state}")
+        await self._journal.done(intent, settled, "done")
+        self._publish(settled)
+
+    def _moved(self, step: Step) -> VmRecord:
+        now = time.time()
+        changed = step.state is not self.record.state
+        return self.record.with_(
+            state=step.state,
+            since=now if changed else self.record.since,
+            reason=step.reason,
+            slot=self.effects.slot if self.effects.live is not None else self.record.slot,
+            transitions_total=self.record.transitions_total + changed,
+            last_activity_at=self._idle.last_activity_at,
+        )
+
+    async def commit_step(self, intent: int, step: str, changes: dict[str, Any]) -> None:
+        """For the effect under way: writes a point of no return and its changes as one commit."""
+        await self._journal.step(intent, self.record.with_(**changes), step)
+        self._publish(self.record.with_(**changes))
+
+    def _publish(self, record: VmRecord) -> None:
+        self.record = record
+        awake = record.state is VmState.RUNNING
+        if awake != self._idle.awake:
+            self._note(idle.Woke() if awake else idle.Rested())
+
+    async def bury(self, reason: str) -> None:
+        """After the driver itself crashed: ends the VMM, fails the VM and answers everybody. Never raises."""
+        self._effect_scope = None
+        await self._fail_after_crash(reason)
+        error = MicrovmError("internal", f"This VM has no driver any more: {reason}. Restart the service.")
+        for request in list(self._queue):
+            self._answer(request, error)
+        self._buried = error
+
+    async def _fail_after_crash(self, reason: str) -> None:
+        with contextlib.suppress(MicrovmError):
+            await self.effects.release()
+        if self.record.state is not VmState.DESTROYING:
+            with contextlib.suppress(MicrovmError):
+                await self._settle(Step(VmState.FAILED, reason=reason), self.record.state)
+
+    def _answer_failed(self, error: MicrovmError, cause: _Request | None) -> None:
+        """Those who caused the effect, or wait for the very same, get its failure; others are decided anew."""
+        for request in list(self._queue):
+            same = cause is not None and (request is cause or request.event == cause.event)
+            if same and request in self._queue:
+                self._answer(request, error)
+
+    def _leave(self) -> None:
+        self.gone.set()
+        missing = self._create_error or RequestError("not_found", "There is no VM with this id.")
+        for request in list(self._queue):
+            self._answer(request, None if isinstance(request.event, Destroy | Drain) else missing)
+        self._bell.set()
+
+
+def _refused(answer: Answer) -> MicrovmError | None:
+    return RequestError(answer.code, answer.message) if isinstance(answer, Refusal) else None

@@ -1,0 +1,459 @@
+"""What a VM's driver can have done: create, pause, hibernate, wake, boot, power off, release, remove.
+
+Each effect is one ordered procedure over files, a VMM and a guest (the orders are rulings of the contract and are
+repeated at each). An effect returns the record's changes, or raises `EffectFailed`, which says whether its point of
+no return had passed. Decisions are the driver's; this module must not choose what happens next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import trio
+
+from microvm.agentlink import GuestStreamHandler, Identity
+from microvm.errors import MicrovmError, first_error
+from microvm.fleet import layout
+from microvm.fleet.image import Image
+from microvm.fleet.jobs import JobTable
+from microvm.fleet.live import BOOT_TIMEOUT_S, CALL_TIMEOUT_S, CLEANUP_TIMEOUT_S, Host, Live, open_live
+from microvm.fleet.log import log
+from microvm.fleet.room import CHECKPOINT_BYTES, Room
+from microvm.fleet.templates import FsyncError, Templates, save_checkpoint
+from microvm.host.files import host_errors
+from microvm.model import AgentGeneration, Generation, VmRecord, VmState
+from microvm.policy import lifecycle
+from microvm.policy.lifecycle import Effect
+from microvm.store import checkpoint
+from microvm.vmm.base import BootSource
+
+POWER_OFF_TIMEOUT_S: Final = 5.0  # the contract's bound on sync and power-off, then kill
+
+
+class Turn(Protocol):
+    """One run of an effect, as the driver offers it."""
+
+    @property
+    def record(self) -> VmRecord:
+        """The VM's record as committed."""
+        ...
+
+    @property
+    def before(self) -> VmState:
+        """The state that the effect left."""
+        ...
+
+    async def commit(self, step: str, **changes: Any) -> None:
+        """Writes a point of no return and its changes of the record, as one FULL commit."""
+        ...
+
+
+class EffectFailed(Exception):
+    """An effect did not end well.
+
+    Args:
+        error: The cause.
+        committed: Whether the point of no return had passed.
+        guest_lost: Whether the VMM is dead or the guest may not run on.
+        changes: What changed in the record nevertheless.
+    """
+
+    def __init__(
+        self, error: MicrovmError, *, committed: bool = False, guest_lost: bool = False, **changes: Any
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.committed = committed
+        self.guest_lost = guest_lost
+        self.changes = changes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all VMs' effects share."""
+
+    host: Host
+    image: Image
+    platform: checkpoint.Platform
+    templates: Templates
+    room: Room
+
+
+Changes = dict[str, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Effects:
+    """The effects of one VM.
+
+    Attributes:
+        live: The VM's live resources; None while it has none.
+    """
+
+    parts: Parts
+    record_id: VmRecord  # for ids and sizes, which never change
+    jobs: JobTable
+    on_guest_stream: GuestStreamHandler | None = None  # set before the driver starts
+    progress: Callable[[float, str], None] | None = None
+    live: Live | None = None
+    _nursery: trio.Nursery | None = None
+    _died: Callable[[str], None] | None = None
+    _out_of_space: Callable[[], None] | None = None
+    _closing: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def slot(self) -> int | None:
+        """The slot that the VM holds while it is live."""
+        return None if self.live is None else self.live.slot
+
+    @property
+    def directory(self) -> Path:
+        """Where the VM's RAM, disk and checkpoint are."""
+        return self.parts.host.layout.vm(self.record_id.vm_id)
+
+    @property
+    def logs(self) -> Path:
+        """Where the VM's logs are."""
+        return self.parts.host.layout.logs(self.record_id.vm_id)
+
+    def attach(
+        self, nursery: trio.Nursery, *, died: Callable[[str], None], out_of_space: Callable[[], None]
+    ) -> None:
+        """Gives the effects the driver's nursery and its ears; called once, before anything else."""
+        self._nursery, self._died, self._out_of_space = nursery, died, out_of_space
+
+    def kill(self) -> None:
+        """Ends the VMM at once, which ends every wait on it."""
+        if self.live is not None:
+            self.live.ended.set()
+
+    async def run(self, effect: Effect, turn: Turn) -> Changes:
+        """Does what `effect` says.
+
+        Returns:
+            Changes of the record.
+
+        Raises:
+            EffectFailed: With what is true now.
+        """
+        work = {
+            lifecycle.CREATE: self._create,
+            lifecycle.PAUSE: self._pause,
+            lifecycle.UNPAUSE: self._unpause,
+            lifecycle.HIBERNATE: self._hibernate,
+            lifecycle.WAKE: self._wake,
+            lifecycle.BOOT: self._boot,
+            lifecycle.POWER_OFF: self._power_off,
+            lifecycle.RELEASE: self._release,
+            lifecycle.REMOVE: self._remove,
+        }[effect]
+        error: MicrovmError
+        try:
+            return await work(turn)
+        except* EffectFailed as group:
+            failed: BaseException = group
+            while isinstance(failed, BaseExceptionGroup):
+                failed = failed.exceptions[0]
+            raise failed from None
+        except* MicrovmError as group:
+            error = first_error(group)
+        raise EffectFailed(error, guest_lost=self._is_dead())
+
+    def _is_dead(self) -> bool:
+        return self.live is None or self.live.vmm.exited.is_set()
+
+    # ---- the VMM's life -----------------------------------------------------------------------------------------------
+
+    async def _start(self, *, boot: bool, slot: int | None = None) -> Live:
+        """Starts a VMM over the VM's files; it lives in a task of its own until `release`.
+
+        Args:
+            slot: Granted already; None asks for room.
+        """
+        assert self._nursery is not None
+        assert self.live is None
+        record = self.record_id
+        if slot is None:
+            slot = await self.parts.room.wake(record.vm_id, record.workspace_id)
+        self._closing = trio.Event()
+        try:
+            await self._nursery.start(self._hold, boot, slot)
+        except BaseException:
+            self.parts.room.rest(record.vm_id)
+            raise
+        live: Live | None = self.live
+        assert live is not None
+        return live
+
+    async def _hold(self, boot: bool, slot: int, *, task_status: trio.TaskStatus[None]) -> None:  # noqa: FBT001
+        try:
+            if boot:
+                with self.parts.image.open_boot(self.parts.host.kind) as source:
+                    await self._hold_live(source, slot, task_status)
+            else:
+                await self._hold_live(None, slot, task_status)
+        except* MicrovmError as group:
+            if self.live is None:
+                raise  # not started: `nursery.start` hands this to the effect
+            log.error("VMM left something behind", extra={"vm_id": self.record_id.vm_id}, exc_info=group)
+        finally:
+            self.live = None
+            self.parts.room.rest(self.record_id.vm_id)
+            self._closing.set()
+
+    async def _hold_live(self, boot: BootSource | None, slot: int, task_status: trio.TaskStatus[None]) -> None:
+        record = self.record_id
+        assert self._out_of_space is not None
+        assert self.on_guest_stream is not None
+        async with open_live(
+            self.parts.host,
+            label=record.vm_id,
+            spec=record.spec,
+            slot=slot,
+            directory=self.directory,
+            logs=self.logs,
+            on_guest_stream=self.on_guest_stream,
+            boot=boot,
+        ) as live:
+            self.live = live
+            task_status.started()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_death, live)
+                nursery.start_soon(live.watch_space, self._out_of_space)
+                await live.ended.wait()
+                nursery.cancel_scope.cancel(reason="the VMM is released")
+
+    async def _watch_death(self, live: Live) -> None:
+        await live.vmm.exited.wait()
+        assert self._died is not None
+        self.jobs.lose_active("the VM's VMM ended")
+        self._died(live.death().message)
+
+    async def release(self) -> None:
+        """Ends the VMM and gives back all that the VM holds; nothing if it holds nothing."""
+        if self.live is not None:
+            self.live.ended.set()
+            with trio.move_on_after(CLEANUP_TIMEOUT_S, shield=True):
+                await self._closing.wait()
+
+    # ---- effects ------------------------------------------------------------------------------------------------------
+
+    async def _create(self, turn: Turn) -> Changes:
+        """Template → reflink → load → run → become somebody. Nothing of a failed creation stays."""
+        record = turn.record
+        started = trio.current_time()
+        async with self.parts.templates.lend(record.spec, self.progress) as template:
+            resumed = trio.current_time()
+            await trio.to_thread.run_sync(self._clone, template.directory, limiter=self.parts.host.limiter)
+            live = await self._start(boot=False, slot=record.slot)
+            state_fd = _open_state(template.directory, template.manifest)
+        try:
+            await live.vmm.load(state_fd)
+        finally:
+            os.close(state_fd)
+        await live.cont()
+        generation = AgentGeneration(record.agent_generation + 1)
+        identity = Identity(machine_id=secrets.token_hex(16), hostname=record.vm_id.replace("_", "-"))
+        await live.greet(generation, identity=identity)
+        ended = trio.current_time()
+        return {
+            "agent_generation": generation,
+            "resume_ms": _ms(ended - resumed),
+            "boot_ms": _ms(ended - started),
+            "vmm": _vmm(self.parts),
+            "slot": live.slot,
+        }
+
+    def _clone(self, template: Path) -> None:
+        with host_errors("make directory", self.directory):
+            self.directory.mkdir(mode=0o700)
+        for name in (layout.RAM, layout.DISK):
+            layout.clone_file(template / name, self.directory / name)
+
+    async def _pause(self, _turn: Turn) -> Changes:
+        live = self._running()
+        await live.freeze_and_stop()
+        self.jobs.freeze(frozen=True)
+        return {}
+
+    async def _unpause(self, turn: Turn) -> Changes:
+        live = self._running()
+        generation = AgentGeneration(turn.record.agent_generation + 1)
+        await self._run_on(live, generation)
+        return {"agent_generation": generation}
+
+    async def _run_on(self, live: Live, generation: AgentGeneration) -> None:
+        """Runs a stopped guest; whatever fails here leaves a guest with a wrong clock, which may not run."""
+        try:
+            await live.cont()
+            await live.greet(generation)
+        except MicrovmError as error:
+            raise EffectFailed(error, committed=True, guest_lost=True) from error
+        self.jobs.freeze(frozen=False)
+
+    async def _hibernate(self, turn: Turn) -> Changes:
+        """Flush while running → freeze → stop → state, fsyncs, manifest (commit) → end the VMM."""
+        live = self._running()
+        record = turn.record
+        generation = Generation(record.checkpoint_generation + 1)
+        was_running = turn.before is VmState.RUNNING
+        try:
+            self.parts.room.check_write(CHECKPOINT_BYTES)
+            if was_running:
+                await live.flush_memory()
+                await live.link.sync(timeout_s=CALL_TIMEOUT_S)
+                await live.freeze_and_stop()
+            await save_checkpoint(
+                live,
+                self.directory,
+                owner=record.vm_id,
+                generation=generation,
+                spec=record.spec,
+                platform=self.parts.platform,
+            )
+        except FsyncError as error:
+            raise EffectFailed(error, guest_lost=True) from error
+        except MicrovmError as error:
+            if self._is_dead():
+                raise EffectFailed(live.death(), guest_lost=True) from error
+            changes = await self._back_to_running(live, record) if was_running else {}
+            raise EffectFailed(error, **changes) from error
+        self.jobs.freeze(frozen=True)
+        await self.release()
+        return {"checkpoint_generation": generation, "slot": None}
+
+    async def _back_to_running(self, live: Live, record: VmRecord) -> Changes:
+        generation = AgentGeneration(record.agent_generation + 1)
+        await self._run_on(live, generation)
+        return {"agent_generation": generation}
+
+    async def _wake(self, turn: Turn) -> Changes:
+        """Verify → VMM, channel → load; a failure so far changes nothing → spend → run → hello, clock, thaw."""
+        record = turn.record
+        started = trio.current_time()
+        manifest = await trio.to_thread.run_sync(self._verify, record, limiter=self.parts.host.limiter)
+        try:
+            live = await self._start(boot=False)
+            state_fd = _open_state(self.directory, manifest)
+            try:
+                await live.vmm.load(state_fd)
+            finally:
+                os.close(state_fd)
+        except* MicrovmError as group:
+            await self.release()
+            raise EffectFailed(first_error(group)) from group
+        generation = AgentGeneration(record.agent_generation + 1)
+        try:
+            await turn.commit("spent", spent_generation=manifest.generation, agent_generation=generation)
+        except MicrovmError as error:
+            await self.release()
+            raise EffectFailed(error) from error
+        await self._run_on(live, generation)
+        self._drop_checkpoint(manifest)
+        return {"resume_ms": _ms(trio.current_time() - started), "slot": live.slot, "vmm": _vmm(self.parts)}
+
+    def _verify(self, record: VmRecord) -> checkpoint.Manifest:
+        ram_fd = layout.open_rw(self.directory / layout.RAM)
+        try:
+            disk_fd = layout.open_rw(self.directory / layout.DISK)
+            try:
+                return checkpoint.verify(
+                    self.directory,
+                    owner=record.vm_id,
+                    generation=record.checkpoint_generation,
+                    here=self.parts.platform,
+                    ram_fd=ram_fd,
+                    disk_fd=disk_fd,
+                )
+            finally:
+                os.close(disk_fd)
+        finally:
+            os.close(ram_fd)
+
+    def _drop_checkpoint(self, manifest: checkpoint.Manifest | None) -> None:
+        """Removes a spent checkpoint's small files; the store says already that it is spent."""
+        (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
+        if manifest is not None:
+            (self.directory / manifest.state_file).unlink(missing_ok=True)
+
+    async def _boot(self, turn: Turn) -> Changes:
+        """From the disk, with empty RAM; what was in memory is gone."""
+        record = turn.record
+        started = trio.current_time()
+        await turn.commit("spent", spent_generation=record.checkpoint_generation)
+        await self.release()
+        self._drop_checkpoint(checkpoint.read(self.directory))
+        ram = self.directory / layout.RAM
+        ram.unlink(missing_ok=True)
+        layout.make_ram(ram, record.spec.memory_mib)
+        self.jobs.lose_active("the VM was booted from its disk")
+        live = await self._start(boot=True)
+        generation = AgentGeneration(record.agent_generation + 1)
+        identity = Identity(machine_id=None, hostname=record.vm_id.replace("_", "-"))
+        await live.vmm.boot()
+        await live.greet(generation, identity=identity, timeout_s=BOOT_TIMEOUT_S)
+        return {
+            "agent_generation": generation,
+            "boot_ms": _ms(trio.current_time() - started),
+            "slot": live.slot,
+            "vmm": _vmm(self.parts),
+        }
+
+    async def _power_off(self, turn: Turn) -> Changes:
+        """Sync and power off, bounded; then kill."""
+        live = self._running()
+        changes: Changes = {}
+        if turn.before is VmState.PAUSED:
+            changes["agent_generation"] = AgentGeneration(turn.record.agent_generation + 1)
+            await self._run_on(live, changes["agent_generation"])
+        with trio.move_on_after(POWER_OFF_TIMEOUT_S):
+            await live.link.poweroff(timeout_s=POWER_OFF_TIMEOUT_S)
+            await live.vmm.exited.wait()
+        self.jobs.lose_active("the VM was stopped")
+        await self.release()
+        (self.directory / layout.RAM).unlink(missing_ok=True)
+        return {**changes, "slot": None}
+
+    async def _release(self, turn: Turn) -> Changes:
+        await self.release()
+        self.jobs.lose_active(turn.record.reason or "the VM failed")
+        return {"slot": None}
+
+    async def _remove(self, _turn: Turn) -> Changes:
+        """Only forward: what cannot be removed now is removed at the next start."""
+        await self.release()
+        self.jobs.lose_active("the VM was destroyed")
+        await trio.to_thread.run_sync(layout.remove_tree, self.directory, limiter=self.parts.host.limiter)
+        await trio.to_thread.run_sync(layout.remove_tree, self.logs, limiter=self.parts.host.limiter)
+        self.parts.room.release(self.record_id.vm_id)
+        return {"slot": None}
+
+    def _running(self) -> Live:
+        if self.live is None:
+            raise EffectFailed(MicrovmError("vm_failed", "The VM has no VMM."), guest_lost=True)
+        return self.live
+
+
+def _open_state(directory: Path, manifest: checkpoint.Manifest) -> int:
+    path = directory / manifest.state_file
+    with host_errors("open", path):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
+
+
+def _vmm(parts: Parts) -> dict[str, str]:
+    kind = parts.host.kind
+    return {
+        "kind": kind.traits.kind,
+        "accel": kind.accelerator.name,
+        "version": kind.version,
+        "closure": kind.closure_digest,
+    }

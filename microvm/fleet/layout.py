@@ -1,0 +1,153 @@
+"""Where a VM's files are, and how they are made.
+
+RAM, disks and checkpoints live on `vm_dir`, the reflink volume; logs on `state_dir`, another file system, so that a
+commit of metadata never waits behind a gigabyte's fsync. Files at rest are root's, 0600. This module makes, clones
+and removes files; it must not know states or processes.
+
+    vm_dir/images/<digest>.ext4          the base that disks are cloned from
+    vm_dir/templates/<key>/              ram, disk, state.1, manifest.json
+    vm_dir/vms/<vm_id>/                  ram, disk, state.<generation>, manifest.json
+    state_dir/vms/<vm_id>/console.log    guest console and VMM messages
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from microvm.host.files import host_errors
+from microvm.host.reflink import reflink
+from microvm.model import VmId
+
+RAM: Final = "ram"
+DISK: Final = "disk"
+CONSOLE: Final = "console.log"
+CONSOLE_LIMIT_BYTES: Final = 1 << 20  # console and VMM logs are cut at 1 MiB: a guest writes to them at will
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The two directories and what is where in them."""
+
+    state_dir: Path
+    vm_dir: Path
+
+    def prepare(self) -> None:
+        """Makes the directories, private to root."""
+        for path in (
+            self.state_dir,
+            self.state_dir / "vms",
+            self.vm_dir / "images",
+            self.vm_dir / "templates",
+            self.vm_dir / "vms",
+        ):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.chmod(0o700)
+
+    def vm(self, vm_id: VmId) -> Path:
+        """The directory of a VM's RAM, disk and checkpoint."""
+        return self.vm_dir / "vms" / vm_id
+
+    def logs(self, vm_id: VmId) -> Path:
+        """The directory of a VM's logs."""
+        return self.state_dir / "vms" / vm_id
+
+    def image(self, digest: str) -> Path:
+        """The base disk of an image."""
+        return self.vm_dir / "images" / f"{digest}.ext4"
+
+    def template(self, key: str) -> Path:
+        """The directory of a template."""
+        return self.vm_dir / "templates" / key
+
+
+def open_rw(path: Path) -> int:
+    """Opens an existing regular file for reading and writing, never through a symlink."""
+    with host_errors("open", path):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def create_private(path: Path) -> int:
+    """Makes a new empty file, root's, 0600. Raises HostError where the name exists."""
+    with host_errors("create", path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def open_console(directory: Path) -> int:
+    """The VM's append-only console log, made when missing."""
+    with host_errors("open", directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(
+            directory / CONSOLE, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+
+
+def clone_file(source: Path, target: Path) -> None:
+    """Makes `target` a reflink of `source`: no data is copied, whatever the size.
+
+    Raises:
+        HostError: `target` does not exist then.
+    """
+    with host_errors("open", source):
+        source_fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        target_fd = create_private(target)
+        try:
+            reflink(source_fd, target_fd)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(target_fd)
+    finally:
+        os.close(source_fd)
+
+
+def make_ram(path: Path, memory_mib: int) -> None:
+    """Makes an empty memfile of `memory_mib` MiB; its blocks are allocated as the guest touches them."""
+    fd = create_private(path)
+    try:
+        with host_errors("truncate", path):
+            os.ftruncate(fd, memory_mib << 20)
+    finally:
+        os.close(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory of ours and all in it; a missing one is fine."""
+    with host_errors("remove", path):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            return
+
+
+def used_bytes(*paths: Path) -> int:
+    """Blocks that the files really hold, shared ones included; missing files count nothing."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512
+    return total
+
+
+def cut_console(directory: Path) -> None:
+    """Empties a console log that has reached its limit; its writers append, and go on at the start."""
+    with contextlib.suppress(FileNotFoundError):
+        if (directory / CONSOLE).stat().st_size > CONSOLE_LIMIT_BYTES:
+            os.truncate(directory / CONSOLE, 0)
+
+
+def console_tail(directory: Path, limit: int = 2048) -> str:
+    """The last `limit` bytes of a VM's console, as text; empty where there is none."""
+    try:
+        with (directory / CONSOLE).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            return file.read(limit).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,222 @@
+"""What a VM has while it is live: a VMM, the link to its supervisor, a slot, a cgroup, open files.
+
+`open_live` grants all of it and gives all of it back, whatever happens in between. The steps that need a fixed
+order (rulings on hibernation and waking) are methods of `Live`; when they happen is the driver's decision, and
+this module must not know states, the store or policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from microvm.agentlink import AgentLink, GuestStreamHandler, Identity, open_link
+from microvm.errors import GuestError, VmmError
+from microvm.fleet import layout
+from microvm.host.cgroup import CgroupTree
+from microvm.host.files import host_errors
+from microvm.model import AgentGeneration, VmSpec
+from microvm.vmm.base import BootSource, Vmm, VmmKind, VmmPlan
+
+HELLO_TIMEOUT_S: Final = 30.0
+"""A resumed guest answers in 0.1 s (design/vmm.md); on a machine with every core busy this was seen to be seconds."""
+BOOT_TIMEOUT_S: Final = 180.0
+"""A cold boot takes 3–5 s under TCG on an idle machine; the bound is for a loaded one."""
+CALL_TIMEOUT_S: Final = 30.0
+FREEZE_TIMEOUT_S: Final = 20.0
+CLEANUP_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What live VMs are made from: one per service."""
+
+    layout: layout.Layout
+    kind: VmmKind
+    uid_base: int
+    cgroups: CgroupTree
+    limiter: trio.CapacityLimiter  # for fsync, clone and hash work; metadata has its own
+
+
+@dataclass(slots=True)
+class Live:
+    """A live VM's resources; made by `open_live`.
+
+    Attributes:
+        ended: Set to give everything back.
+    """
+
+    vmm: Vmm
+    link: AgentLink
+    slot: int
+    ram_fd: int
+    disk_fd: int
+    logs: Path
+    host: Host
+    ended: trio.Event = field(default_factory=trio.Event)
+    _continued: trio.Event = field(default_factory=trio.Event)
+
+    async def cont(self) -> None:
+        """Runs the vCPUs."""
+        await self.vmm.cont()
+        self._continued.set()
+        self._continued = trio.Event()
+
+    async def watch_space(self, on_stop: Callable[[], None]) -> None:
+        """Calls `on_stop` each time the VMM stops the vCPUs because the volume is full; never returns."""
+        while True:
+            stopped = self.vmm.stopped_by_itself
+            await stopped.wait()
+            on_stop()
+            while self.vmm.stopped_by_itself is stopped:
+                await self._continued.wait()
+
+    async def greet(
+        self, generation: AgentGeneration, *, identity: Identity | None = None, timeout_s: float = HELLO_TIMEOUT_S
+    ) -> None:
+        """Hello, clock, entropy, identity — and only then the thaw. The vCPUs must be running.
+
+        Raises:
+            GuestError: The guest did not answer or refused; nothing of the user's has run.
+        """
+        await self._guest(self.link.hello(generation, timeout_s=timeout_s))
+        await self._guest(
+            self.link.configure(
+                realtime_ns=time.time_ns(),
+                entropy=secrets.token_bytes(64),
+                identity=identity,
+                timeout_s=CALL_TIMEOUT_S,
+            )
+        )
+        await self._guest(self.link.thaw(timeout_s=CALL_TIMEOUT_S))
+
+    async def _guest(self, call: Awaitable[object]) -> None:
+        """Awaits a guest call; if the VMM died meanwhile, that is the error."""
+        try:
+            await call
+        except GuestError as error:
+            await trio.lowlevel.checkpoint()
+            if self.vmm.exited.is_set():
+                raise self.death() from error
+            raise
+
+    async def freeze_and_stop(self) -> None:
+        """Freezes the guest's jobs, quiesces the channel and stops the vCPUs."""
+        await self._guest(self.link.freeze(timeout_s=FREEZE_TIMEOUT_S))
+        await self.vmm.stop()
+
+    async def sync_memory(self) -> None:
+        """fsync of RAM and disk. An error means that data may be gone: the VM must not run on.
+
+        Raises:
+            HostError: The first error of either file.
+        """
+        for name, fd in (("RAM", self.ram_fd), ("disk", self.disk_fd)):
+            await run_host(self.host.limiter, "fsync", name, os.fsync, fd)
+
+    async def flush_memory(self) -> None:
+        """Writes dirty RAM pages out while the guest runs, so that the fsync after the stop is short."""
+        await run_host(self.host.limiter, "flush", "RAM", os.fdatasync, self.ram_fd)
+
+    def death(self) -> VmmError:
+        """The error that says how the VMM ended, with the console's last lines."""
+        return VmmError(
+            "The VM's VMM process ended unexpectedly; the VM is failed and its disk is intact.",
+            exit_status=self.vmm.exit_status,
+            console_tail=layout.console_tail(self.logs),
+        )
+
+
+async def run_host(
+    limiter: trio.CapacityLimiter, operation: str, path: str, call: Callable[[int], object], fd: int
+) -> None:
+    """Runs a blocking call on a descriptor in a thread.
+
+    Raises:
+        HostError: The call failed.
+
+    Cancellation: none once it has begun; a thread cannot be interrupted.
+    """
+
+    def work() -> None:
+        with host_errors(operation, path):
+            call(fd)
+
+    await trio.to_thread.run_sync(work, limiter=limiter)
+
+
+@contextlib.asynccontextmanager
+async def open_live(
+    host: Host,
+    *,
+    label: str,
+    spec: VmSpec,
+    slot: int,
+    directory: Path,
+    logs: Path,
+    on_guest_stream: GuestStreamHandler,
+    boot: BootSource | None = None,
+) -> AsyncIterator[Live]:
+    """Starts a VMM over the RAM and disk in `directory`, with its channel connected and nothing loaded yet.
+
+    Args:
+        host: The service's resources.
+        label: For logs and process arguments.
+        spec: The machine's size.
+        slot: Whose UID the VMM runs as.
+        directory: Holds the files `ram` and `disk`, root's, 0600; they belong to the slot's UID inside the block.
+        logs: Holds the console log.
+        on_guest_stream: Takes the streams that the guest opens.
+        boot: What to boot; None to load a checkpoint.
+
+    Raises:
+        HostError, VmmError: Nothing is left behind.
+
+    Ownership: must be entered on the main thread; leaving the block kills the VMM and returns everything.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        uid = host.uid_base + slot
+        ram_fd = stack.enter_context(_lent(directory / layout.RAM, uid))
+        disk_fd = stack.enter_context(_lent(directory / layout.DISK, uid))
+        console_fd = layout.open_console(logs)
+        stack.callback(os.close, console_fd)
+        group = await stack.enter_async_context(host.cgroups.open_group(label))
+        plan = VmmPlan(
+            label=label,
+            memory_mib=spec.memory_mib,
+            vcpus=spec.vcpus,
+            memfile_fd=ram_fd,
+            disk_fd=disk_fd,
+            uid=uid,
+            cgroup_fd=group.fd,
+            console_fd=console_fd,
+            boot=boot,
+        )
+        vmm = await stack.enter_async_context(host.kind.open_vmm(plan))
+        stream = await vmm.connect()
+        link = await stack.enter_async_context(open_link(stream, on_guest_stream=on_guest_stream))
+        yield Live(vmm, link, slot, ram_fd, disk_fd, logs, host)
+
+
+@contextlib.contextmanager
+def _lent(path: Path, uid: int) -> Iterator[int]:
+    """An open file that belongs to `uid` inside the block and to root again after it."""
+    fd = layout.open_rw(path)
+    try:
+        with host_errors("chown", path):
+            os.fchown(fd, uid, uid)
+        try:
+            yield fd
+        finally:
+            with contextlib.suppress(OSError):  # the sweep of a later start would find a foreign owner and mend it
+                os.fchown(fd, 0, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,207 @@
+"""The fleet's own beginning and end: recover before anything listens; drain from the inside out.
+
+`open_fleet` yields a fleet whose VMs are what the contract says they are after whatever the last run went through.
+`drain` is the way out that loses nothing; leaving the context without it kills what runs, and the next start says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from microvm.fleet import layout
+from microvm.fleet.effects import Parts
+from microvm.fleet.fleet import Fleet
+from microvm.fleet.image import Image
+from microvm.fleet.layout import Layout
+from microvm.fleet.live import Host
+from microvm.fleet.log import log
+from microvm.fleet.receipts import Receipts
+from microvm.fleet.recover import recover
+from microvm.fleet.room import Room
+from microvm.fleet.templates import Templates
+from microvm.host.cgroup import CgroupTree
+from microvm.model import Quota, VmId, VmState
+from microvm.policy import lifecycle, shutdown
+from microvm.store import Store, checkpoint
+from microvm.vmm.base import VmmKind
+
+HOST_THREADS = 4
+"""Fsyncs, clones and hashes at once: they share one volume, and more of them make each slower."""
+
+CONSOLE_CUT_S = 1.0
+JOURNAL_KEPT_S = 7 * 86400.0
+HOURLY_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """What an operator decides of the fleet."""
+
+    layout: Layout
+    uid_base: int
+    budget: Quota
+    workspace_defaults: Quota
+    drain_seconds: float
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(
+    settings: FleetSettings,
+    store: Store,
+    kind: VmmKind,
+    cgroups: CgroupTree,
+    image: Image,
+    platform: checkpoint.Platform,
+) -> AsyncIterator[Fleet]:
+    """Recovers, then yields a running fleet.
+
+    Args:
+        settings: What the operator decided.
+        store: Open; stays the caller's.
+        kind: Starts VMMs.
+        cgroups: The instance's own tree, prepared.
+        image: Verified; its base disk is on the volume.
+        platform: What checkpoints made here are bound to.
+
+    Ownership: must be entered on the main thread. Leaving kills every VMM that still runs.
+    """
+    swept = await cgroups.sweep()
+    if swept:
+        log.warning("killed what the last run left", extra={"groups": swept})
+    loaded = await store.load()
+    kept = await recover(store, loaded, settings.layout)
+    host = Host(settings.layout, kind, settings.uid_base, cgroups, trio.CapacityLimiter(HOST_THREADS))
+    room = Room(
+        settings.layout.vm_dir,
+        settings.budget,
+        settings.workspace_defaults,
+        store.workspace,
+        [record for record, _ in kept],
+    )
+    async with trio.open_nursery() as services:
+        templates = Templates(host, image, platform, services)
+        receipts = Receipts(store, services)
+        await receipts.load(loaded.receipts)
+        async with trio.open_nursery() as drivers:
+            fleet = Fleet(Parts(host, image, platform, templates, room), store, receipts, services, drivers)
+            room.idle, room.put_to_rest = _idle(fleet), _put_to_rest(fleet)
+            for record, jobs in kept:
+                fleet.start(fleet.adopt(record, jobs))
+            services.start_soon(_cut_consoles, fleet)
+            services.start_soon(_prune, store)
+            yield fleet
+            drivers.cancel_scope.cancel(reason="the service ends")
+        services.cancel_scope.cancel(reason="the service ends")
+
+
+async def drain(fleet: Fleet, budget_s: float) -> None:
+    """Checkpoints everything that runs, a few at a time, within `budget_s`; what is over it is killed and failed.
+
+    Requests must have ended or been cancelled by then; waiters get `draining` at once.
+    """
+    runner = _Drain(fleet, budget_s)
+    await runner.run()
+
+
+class _Drain:
+    """Runs `policy.shutdown` for one fleet."""
+
+    def __init__(self, fleet: Fleet, budget_s: float) -> None:
+        self._fleet = fleet
+        self._state = shutdown.Drain(budget_s)
+        self._ended = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._tell(shutdown.Stop())
+            self._tell(shutdown.RequestsEnded(self._live()))
+            while not self._ended.is_set():
+                wake_at = self._state.wake_at
+                with trio.move_on_at(wake_at if wake_at is not None else float("inf")):
+                    await self._ended.wait()
+                if not self._ended.is_set():
+                    self._tell(shutdown.Tick(self._live()))
+            nursery.cancel_scope.cancel(reason="the drain is over")
+
+    def _live(self) -> tuple[VmId, ...]:
+        live = [vm for vm in self._fleet.vms.values() if vm.driver.effects.live is not None]
+        live.sort(key=lambda vm: -vm.jobs.active)
+        return tuple(vm.driver.record.vm_id for vm in live)
+
+    def _tell(self, event: shutdown.Event) -> None:
+        self._state, effects = shutdown.decide(self._state, event, trio.current_time())
+        for effect in effects:
+            self._run(effect)
+
+    def _run(self, effect: shutdown.Effect) -> None:
+        match effect:
+            case shutdown.StopAccepting() | shutdown.AnswerWaiters() | shutdown.CancelRequests():
+                self._fleet.draining.set()
+            case shutdown.CancelBuilds():
+                self._fleet.parts.templates.drain()
+            case shutdown.Save(vm_id):
+                assert self._nursery is not None
+                self._nursery.start_soon(self._save, vm_id)
+            case shutdown.Kill(vm_id, reason):
+                self._kill(vm_id, reason)
+            case shutdown.StopServices():
+                self._ended.set()
+
+    async def _save(self, vm_id: VmId) -> None:
+        vm = self._fleet.vms.get(vm_id)
+        try:
+            if vm is not None:
+                await vm.driver.submit(lifecycle.Drain())
+        except Exception as error:  # noqa: BLE001 - whatever it was, the drain of the others goes on
+            log.error("not saved", extra={"vm_id": vm_id, "why": str(error)})
+        self._tell(shutdown.Rested(vm_id))
+
+    def _kill(self, vm_id: VmId, reason: str) -> None:
+        vm = self._fleet.vms.get(vm_id)
+        log.error("killed", extra={"vm_id": vm_id, "why": reason})
+        if vm is not None:
+            vm.driver.effects.kill()
+
+
+def _idle(fleet: Fleet) -> Callable[[], tuple[VmId, ...]]:
+    def idle() -> tuple[VmId, ...]:
+        overdue = [
+            vm.driver
+            for vm in fleet.vms.values()
+            if vm.driver.overdue and vm.driver.record.state is VmState.RUNNING
+        ]
+        overdue.sort(key=lambda driver: driver.last_activity_at)
+        return tuple(driver.record.vm_id for driver in overdue)
+
+    return idle
+
+
+def _put_to_rest(fleet: Fleet) -> Callable[[VmId], Awaitable[None]]:
+    async def put_to_rest(vm_id: VmId) -> None:
+        vm = fleet.vms.get(vm_id)
+        if vm is not None:
+            await vm.driver.submit(lifecycle.Suspend())
+
+    return put_to_rest
+
+
+async def _cut_consoles(fleet: Fleet) -> None:
+    """Keeps console logs at 1 MiB: a guest writes to them at will."""
+    while True:
+        await trio.sleep(CONSOLE_CUT_S)
+        for vm in list(fleet.vms.values()):
+            if vm.driver.effects.live is not None:
+                layout.cut_console(vm.driver.effects.logs)
+
+
+async def _prune(store: Store) -> None:
+    """Forgets closed journal entries after a week."""
+    while True:
+        await store.prune_journal(JOURNAL_KEPT_S)
+        await trio.sleep(HOURLY_S)

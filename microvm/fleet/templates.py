@@ -1,0 +1,299 @@
+"""Templates: machines that were booted once, so that creating a VM is a reflink and a resume.
+
+One template exists per image × VMM closure × accelerator × memory × vCPUs × network. The first creation of an unseen
+combination waits for its build; others that want the same one wait for the same build. Nothing of a workspace is
+ever in a template: it is booted, its supervisor answers, the no-op command is run once so that the first real
+command finds its programs in memory, and it is saved. This module must not know VMs or workspaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from microvm.agentlink import GuestStream
+from microvm.errors import CapacityError, MicrovmError, first_error
+from microvm.fleet import layout
+from microvm.fleet.image import Image
+from microvm.fleet.live import BOOT_TIMEOUT_S, CALL_TIMEOUT_S, Host, Live, open_live
+from microvm.fleet.log import log
+from microvm.fleet.room import BUILD_SLOT
+from microvm.host.files import fsync_directory, host_errors
+from microvm.model import AgentGeneration, VmSpec
+from microvm.policy import templates as policy
+from microvm.store import checkpoint
+
+TEMPLATE_GENERATION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template that VMs can be made from."""
+
+    key: str
+    directory: Path
+    manifest: checkpoint.Manifest
+
+
+class _Waiter:
+    """One request that waits for a template."""
+
+    def __init__(self) -> None:
+        self.answered = trio.Event()
+        self.error: MicrovmError | None = None
+
+
+class Templates:
+    """The templates of one service; `policy.templates` is the ledger.
+
+    Args:
+        host: What builds run on.
+        image: What they boot.
+        platform: What their checkpoints are bound to.
+        nursery: Owns the builds.
+    """
+
+    def __init__(
+        self, host: Host, image: Image, platform: checkpoint.Platform, nursery: trio.Nursery
+    ) -> None:
+        self._host = host
+        self._image = image
+        self._platform = platform
+        self._nursery = nursery
+        self._ledger = policy.Templates()
+        self._specs: dict[str, VmSpec] = {}
+        self._ready: dict[str, Template] = {}
+        self._waiters: dict[int, _Waiter] = {}
+        self._next_waiter = 0
+        self._builds: dict[str, trio.CancelScope] = {}
+        self._one_at_a_time = trio.Lock()
+
+    def key(self, spec: VmSpec) -> str:
+        """The name of the template for `spec`: a digest of everything that it depends on."""
+        facts = {
+            "image": self._image.digest,
+            "closure": self._platform.closure,
+            "accel": self._platform.accel,
+            "cpu": self._platform.cpu,
+            "memory_mib": spec.memory_mib,
+            "vcpus": spec.vcpus,
+            "network": spec.network,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    @contextlib.asynccontextmanager
+    async def lend(
+        self, spec: VmSpec, progress: Callable[[float, str], None] | None = None
+    ) -> AsyncIterator[Template]:
+        """The template for `spec`, built now if there is none yet; it stays until the block ends.
+
+        Raises:
+            MicrovmError: The build failed; nothing of it is left and the next call builds anew.
+            CapacityError: `draining`.
+
+        Cancellation: ends the wait; the build goes on for the others.
+        """
+        key = self.key(spec)
+        self._specs[key] = spec
+        number, waiter = self._next_waiter, _Waiter()
+        self._next_waiter += 1
+        self._waiters[number] = waiter
+        self._tell(policy.Want(key, number))
+        if not waiter.answered.is_set() and progress is not None:
+            progress(0.0, "building the template for machines of this size; later creations skip this")
+        try:
+            await waiter.answered.wait()
+        except trio.Cancelled:
+            # A grant that came with the cancellation counts: the template is not in use any more.
+            self._tell(policy.Done(key) if self._waiters.pop(number, None) is None else policy.Leave(key, number))
+            raise
+        if waiter.error is not None:
+            raise waiter.error
+        try:
+            yield self._ready[key]
+        finally:
+            self._tell(policy.Done(key))
+
+    def drain(self) -> None:
+        """Ends all builds and refuses new ones; their waiters get `draining`."""
+        self._tell(policy.Drain())
+
+    def _tell(self, event: policy.Event) -> None:
+        self._ledger, effects = policy.decide(self._ledger, event, time.time())
+        for effect in effects:
+            self._run(effect)
+
+    def _run(self, effect: policy.Effect) -> None:
+        match effect:
+            case policy.Build(key):
+                self._builds[key] = trio.CancelScope()
+                self._nursery.start_soon(self._run_build, key)
+            case policy.CancelBuild(key):
+                self._builds[key].cancel(reason="the service is draining")
+            case policy.Grant(_, number):
+                self._waiters.pop(number).answered.set()
+            case policy.Deny(number, code, message):
+                waiter = self._waiters.pop(number)
+                waiter.error = CapacityError(code, message) if code == "draining" else MicrovmError(code, message)
+                waiter.answered.set()
+            case policy.Destroy(key):
+                self._ready.pop(key, None)
+                self._nursery.start_soon(
+                    trio.to_thread.run_sync, layout.remove_tree, self._host.layout.template(key)
+                )
+
+    async def _run_build(self, key: str) -> None:
+        reason = "it was cancelled"
+        with self._builds[key]:
+            try:
+                async with self._one_at_a_time:
+                    self._ready[key] = self._load(key) or await self._build(key, self._specs[key])
+                reason = ""
+            except* MicrovmError as group:
+                reason = first_error(group).message
+                log.error("template not built", extra={"template": key, "why": reason})
+            except* Exception as group:
+                reason = "the service failed; see its log"
+                log.exception("template build crashed", extra={"template": key}, exc_info=group)
+        del self._builds[key]
+        self._tell(policy.BuildFailed(key, reason) if reason else policy.Built(key))
+
+    def _load(self, key: str) -> Template | None:
+        """A template of an earlier run, if it is whole and fits this host."""
+        directory = self._host.layout.template(key)
+        if not directory.exists():
+            return None
+        try:
+            ram_fd, disk_fd = layout.open_rw(directory / layout.RAM), layout.open_rw(directory / layout.DISK)
+        except MicrovmError:
+            layout.remove_tree(directory)
+            return None
+        try:
+            manifest = checkpoint.verify(
+                directory, owner=key, generation=TEMPLATE_GENERATION, here=self._platform, ram_fd=ram_fd, disk_fd=disk_fd
+            )
+        except checkpoint.CheckpointMismatch as error:
+            log.warning("template discarded", extra={"template": key, "why": error.message})
+            layout.remove_tree(directory)
+            return None
+        finally:
+            os.close(ram_fd)
+            os.close(disk_fd)
+        return Template(key, directory, manifest)
+
+    async def _build(self, key: str, spec: VmSpec) -> Template:
+        started = trio.current_time()
+        final = self._host.layout.template(key)
+        work = final.with_name(f"{key}.building")
+        layout.remove_tree(work)
+        try:
+            work.mkdir(mode=0o700)
+            await trio.to_thread.run_sync(
+                layout.clone_file,
+                self._host.layout.image(self._image.digest),
+                work / layout.DISK,
+                limiter=self._host.limiter,
+            )
+            layout.make_ram(work / layout.RAM, spec.memory_mib)
+            with self._image.open_boot(self._host.kind) as boot:
+                async with open_live(
+                    self._host,
+                    label=f"template-{key[:12]}",
+                    spec=spec,
+                    slot=BUILD_SLOT,
+                    directory=work,
+                    logs=work,
+                    on_guest_stream=_no_guest_streams,
+                    boot=boot,
+                ) as live:
+                    await live.vmm.boot()
+                    await live.greet(AgentGeneration(1), timeout_s=BOOT_TIMEOUT_S)
+                    await live.link.noop(timeout_s=CALL_TIMEOUT_S)
+                    await live.link.sync(timeout_s=CALL_TIMEOUT_S)
+                    await live.freeze_and_stop()
+                    manifest = await save_checkpoint(
+                        live, work, owner=key, generation=TEMPLATE_GENERATION, spec=spec, platform=self._platform
+                    )
+            (work / layout.CONSOLE).unlink(missing_ok=True)
+            with host_errors("rename", final):
+                os.rename(work, final)
+                fsync_directory(final.parent)
+        except BaseException:
+            layout.remove_tree(work)
+            raise
+        log.info(
+            "template built",
+            extra={
+                "template": key,
+                "memory_mib": spec.memory_mib,
+                "vcpus": spec.vcpus,
+                "seconds": round(trio.current_time() - started, 2),
+            },
+        )
+        return Template(key, final, manifest)
+
+
+async def save_checkpoint(
+    live: Live, directory: Path, *, owner: str, generation: int, spec: VmSpec, platform: checkpoint.Platform
+) -> checkpoint.Manifest:
+    """Saves a stopped VM's device state beside its RAM and disk and commits the manifest.
+
+    When this returns the checkpoint survives a power loss. The order is fixed: state, fsync of state, RAM and disk,
+    then the manifest's rename.
+
+    Raises:
+        FsyncError: RAM or disk may have lost data: the VM must not run on.
+        VmmError, HostError: Nothing is committed; the state file is gone.
+    """
+    path = directory / checkpoint.state_name(generation)
+    path.unlink(missing_ok=True)
+    state_fd = layout.create_private(path)
+    try:
+        await live.vmm.save(state_fd)
+        with host_errors("fsync", path):
+            os.fsync(state_fd)
+        sha256, size = checkpoint.sha256_of(state_fd)
+        try:
+            await live.sync_memory()
+        except MicrovmError as error:
+            raise FsyncError(error) from error
+        manifest = checkpoint.Manifest(
+            owner=owner,
+            generation=generation,
+            memory_mib=spec.memory_mib,
+            vcpus=spec.vcpus,
+            platform=platform,
+            ram=checkpoint.FileMark.of(live.ram_fd),
+            disk=checkpoint.FileMark.of(live.disk_fd),
+            state_file=path.name,
+            state_bytes=size,
+            state_sha256=sha256,
+            facts={"spec": asdict(spec)},
+        )
+        checkpoint.commit(directory, manifest)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(state_fd)
+    return manifest
+
+
+class FsyncError(MicrovmError):
+    """An fsync of RAM or disk failed: what the guest wrote may be gone."""
+
+    def __init__(self, cause: MicrovmError) -> None:
+        super().__init__("vm_failed", f"Saving the VM's memory failed and data may be lost: {cause.message}")
+
+
+async def _no_guest_streams(stream: GuestStream) -> None:
+    """A template's guest has nothing to say; its streams are ignored."""

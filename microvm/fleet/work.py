@@ -1,0 +1,250 @@
+"""What calls do in one VM's guest: commands, their output, files; and what the guest tells by itself.
+
+Every call here takes the VM through `driver.use`, which wakes it and keeps it awake for the call. Reading what the
+host holds already takes nothing. Errors of the guest come out as they are; a command whose start may or may not have
+happened is `OutcomeUnknownError`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import trio
+from pydantic import TypeAdapter
+
+from microvm.agentlink import GuestStream
+from microvm.errors import CapacityError, GuestError, MicrovmError
+from microvm.fleet.driver import VmDriver
+from microvm.fleet.jobs import ACTIVE, STREAMS, JobTable
+from microvm.fleet.live import CALL_TIMEOUT_S, Live
+from microvm.fleet.log import log
+from microvm.fleet.receipts import Begun, OutcomeUnknownError
+from microvm.model import PAGE_BYTES, ExecSpec, FileChunk, JobId, JobRecord, JobState, OutputPage
+from microvm.store import Store, new_job_id, writes
+from microvm.wire.agent import JobSummary
+
+JOB_JSON: Final = TypeAdapter(JobRecord)
+COMMAND_SHOWN: Final = 200
+POLL_S: Final = 0.2
+"""How often a waiting read looks for new output of a running command."""
+PULL_BYTES: Final = 1 << 20
+"""One reply of kept output; the link's flow control splits it."""
+
+
+class GuestWork:
+    """The work of one VM."""
+
+    def __init__(self, driver: VmDriver, jobs: JobTable, store: Store) -> None:
+        self._driver = driver
+        self._jobs = jobs
+        self._store = store
+
+    # ---- commands -----------------------------------------------------------------------------------------------------
+
+    async def start(self, spec: ExecSpec, begun: Begun) -> dict[str, Any]:
+        """Starts a command; the answer is the job as a receipt records it.
+
+        Raises:
+            MicrovmError: Nothing was started.
+            OutcomeUnknownError: It may have been.
+        """
+        record = self._driver.record
+        job = JobRecord(
+            job_id=new_job_id(),
+            vm_id=record.vm_id,
+            state=JobState.STARTING,
+            command=spec.command[:COMMAND_SHOWN],
+            started_at=time.time(),
+        )
+        async with self._driver.use() as live:
+            self._jobs.admit(job)
+            try:
+                await begun.commit(writes.put_job(job))
+                await self._exec(live, job.job_id, spec, record.env)
+            except OutcomeUnknownError:
+                raise
+            except BaseException:
+                self._jobs.withdraw(job.job_id)
+                raise
+            self._driver.jobs_changed()
+            job = self._jobs.started(job.job_id)
+        return JOB_JSON.dump_python(job, mode="json")
+
+    async def _exec(self, live: Live, job_id: JobId, spec: ExecSpec, env: dict[str, str]) -> None:
+        try:
+            await live.link.exec(
+                job_id=job_id,
+                command=spec.command,
+                cwd=spec.cwd or ".",
+                env={**env, **spec.env},
+                stdin=spec.stdin or b"",
+                timeout_s=spec.timeout_seconds,
+                output_limit_bytes=spec.output_limit_kib * 1024,
+                deadline_s=CALL_TIMEOUT_S,
+            )
+        except GuestError as error:
+            if error.code not in {"guest_unreachable", "guest_timeout"}:
+                raise
+            self._jobs.lose(job_id, "the guest did not answer while the command was being started")
+            raise OutcomeUnknownError(error) from error
+
+    @staticmethod
+    def recorded(answer: dict[str, Any]) -> JobRecord:
+        """The job of a receipt's answer."""
+        return JOB_JSON.validate_python(answer)
+
+    async def wait_first_page(
+        self, job: JobRecord, wait_s: float, draining: trio.Event
+    ) -> tuple[JobRecord, OutputPage | None]:
+        """The job, and its first page when it ended within `wait_s`."""
+        try:
+            job = await self.wait_end(job.job_id, wait_s, draining)
+        except MicrovmError:
+            return job, None  # forgotten since: the recorded answer stands
+        if job.state is not JobState.COMPLETED or not wait_s:
+            return job, None
+        page = await self.output(job.job_id, (0, 0), PAGE_BYTES, 0.0, draining)
+        return page.job, page
+
+    async def wait_end(self, job_id: str, wait_s: float, draining: trio.Event) -> JobRecord:
+        """The job once it has ended, or as it is after `wait_s`."""
+        job = self._jobs.get(job_id)
+        if wait_s and job.state in ACTIVE:
+            await _unless(draining, lambda: self._jobs.wait_end(job.job_id, wait_s))
+        return self._jobs.get(job_id)
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        """Kills what is left of a job; a finished one keeps its result."""
+        job = self._jobs.get(job_id)
+        if job.state is JobState.LOST or (job.state is JobState.COMPLETED and not job.background_processes):
+            return job
+        async with self._driver.use() as live:
+            summary = await live.link.job_cancel(job.job_id, deadline_s=CALL_TIMEOUT_S)
+            self._jobs.heard(summary)
+            self._driver.jobs_changed()
+        return self._jobs.get(job_id)
+
+    # ---- output -------------------------------------------------------------------------------------------------------
+
+    async def output(
+        self, job_id: str, cursor: tuple[int, int], max_bytes: int, wait_s: float, draining: trio.Event
+    ) -> OutputPage:
+        """Kept output from `cursor` on, from the host where it has it, else from the guest."""
+        deadline = trio.current_time() + wait_s
+        while True:
+            job = self._jobs.get(job_id)
+            if job.output_cached:
+                return _page(job, cursor, self._jobs.kept_output(job.job_id, cursor, max_bytes))
+            if job.state is JobState.LOST:
+                return _page(job, cursor, (b"", b""))
+            page = await self._output_of_guest(job, cursor, max_bytes)
+            if any(page.data) or page.job.state not in ACTIVE or trio.current_time() >= deadline:
+                return page
+            left = min(deadline - trio.current_time(), POLL_S)
+            with trio.move_on_after(left):
+                await _unless(draining, lambda: self._jobs.wait_change(JobId(job_id)))
+
+    async def _output_of_guest(self, job: JobRecord, cursor: tuple[int, int], max_bytes: int) -> OutputPage:
+        async with self._driver.use() as live:
+            data: list[bytes] = []
+            for name, offset in zip(STREAMS, cursor, strict=True):
+                part, summary = await live.link.job_output(
+                    job.job_id, name, offset, max_bytes, deadline_s=CALL_TIMEOUT_S
+                )
+                data.append(part)
+                job = self._jobs.heard(summary) or job
+        return _page(job, cursor, (data[0], data[1]))
+
+    async def on_guest_stream(self, stream: GuestStream) -> None:
+        """What the guest says by itself: that a job ended, or that what a finished one left behind is gone."""
+        if stream.op not in {"job_ended", "job_emptied"}:
+            await stream.refuse("invalid_argument", f"unknown operation {stream.op!r}")
+            return
+        summary, output = await stream.job_event()
+        job = self._jobs.heard(summary)
+        if job is not None and stream.op == "job_ended" and output is not None:
+            self._keep(job, output)
+        self._driver.jobs_changed()
+        await stream.done()
+        if job is not None and stream.op == "job_ended" and output is None:
+            await self._pull(job)
+
+    def _keep(self, job: JobRecord, output: tuple[bytes, bytes]) -> None:
+        try:
+            self._jobs.keep_output(job.job_id, output)
+        except MicrovmError as error:
+            log.warning("output stays in the guest", extra={"job_id": job.job_id, "why": error.message})
+
+    async def _pull(self, job: JobRecord) -> None:
+        """Copies a finished job's kept output to the host while the guest runs."""
+        try:
+            async with self._driver.use() as live:
+                parts: list[bytes] = []
+                for name, kept in zip(STREAMS, job.kept, strict=True):
+                    parts.append(await _pull_stream(live, job.job_id, name, kept))
+        except MicrovmError as error:
+            log.warning("output stays in the guest", extra={"job_id": job.job_id, "why": error.message})
+            return
+        self._keep(job, (parts[0], parts[1]))
+
+    # ---- files --------------------------------------------------------------------------------------------------------
+
+    async def read_file(self, path: str, offset: int, length: int) -> FileChunk:
+        """A part of a file below /workspace."""
+        async with self._driver.use() as live:
+            return await live.link.read_file(path, offset, length, deadline_s=CALL_TIMEOUT_S)
+
+    async def write_file(
+        self, path: str, content: bytes, *, offset: int | None, truncate: bool, mode: str, make_parents: bool
+    ) -> tuple[int, str]:
+        """Writes a file below /workspace; answers with its size and the SHA-256 of `content`."""
+        async with self._driver.use() as live:
+            return await live.link.write_file(
+                path,
+                content,
+                offset=offset,
+                truncate=truncate,
+                mode=mode,
+                make_parents=make_parents,
+                deadline_s=CALL_TIMEOUT_S,
+            )
+
+
+async def _pull_stream(live: Live, job_id: JobId, name: str, kept: int) -> bytes:
+    parts: list[bytes] = []
+    offset = 0
+    while offset < kept:
+        part, _ = await live.link.job_output(
+            job_id, name, offset, min(PULL_BYTES, kept - offset), deadline_s=CALL_TIMEOUT_S
+        )
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _page(job: JobRecord, cursor: tuple[int, int], data: tuple[bytes, bytes]) -> OutputPage:
+    ended = job.state not in ACTIVE
+    complete = (
+        ended and cursor[0] + len(data[0]) >= job.kept[0],
+        ended and cursor[1] + len(data[1]) >= job.kept[1],
+    )
+    return OutputPage(job, cursor, data, complete)
+
+
+async def _unless(draining: trio.Event, wait: Callable[[], Awaitable[object]]) -> None:
+    """Waits, unless the service begins to drain: then whoever waits is told so at once."""
+    async with trio.open_nursery() as nursery:
+
+        async def watch() -> None:
+            await draining.wait()
+            nursery.cancel_scope.cancel(reason="the service is draining")
+
+        nursery.start_soon(watch)
+        await wait()
+        nursery.cancel_scope.cancel(reason="the wait is over")
+    if draining.is_set():
+        raise CapacityError("draining", "The service is shutting down; ask again when it is back.", retry_after_s=10.0)
