@@ -14,8 +14,6 @@ import trio
 from microvm.errors import HostError
 from microvm.host.cgroup import Cgroup, CgroupTree, GroupLimits, Hierarchy, find_hierarchy
 
-pytestmark = pytest.mark.root
-
 WAIT_SECONDS = 10.0
 
 
@@ -45,6 +43,7 @@ def start_sleeper(group: Cgroup) -> subprocess.Popen[bytes]:
     return sleeper
 
 
+@pytest.mark.root
 async def test_killing_a_group_kills_all_that_is_in_it_frozen_or_not(tree: CgroupTree) -> None:
     for freeze in (False, True):
         async with tree.open_group("vm_a") as group:
@@ -64,6 +63,7 @@ async def test_killing_a_group_kills_all_that_is_in_it_frozen_or_not(tree: Cgrou
             assert group.cpu_seconds > 0
 
 
+@pytest.mark.root
 async def test_a_thawed_group_goes_on(tree: CgroupTree) -> None:
     async with tree.open_group("vm_a") as group:
         group.freeze()
@@ -77,6 +77,7 @@ def start_sleeper_later(group: Cgroup) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sh", "-c", "echo 0 > $0; exec true", str(group.path / "cgroup.procs")])
 
 
+@pytest.mark.root
 async def test_leaving_the_block_kills_and_removes_also_when_cancelled(tree: CgroupTree) -> None:
     sleepers: list[subprocess.Popen[bytes]] = []
     groups: list[Cgroup] = []
@@ -92,12 +93,14 @@ async def test_leaving_the_block_kills_and_removes_also_when_cancelled(tree: Cgr
         os.fstat(groups[0].fd)
 
 
+@pytest.mark.root
 async def test_a_name_can_be_held_once(tree: CgroupTree) -> None:
     async with tree.open_group("vm_a"):
         with pytest.raises(HostError, match="EEXIST"):
             tree.create_group("vm_a")
 
 
+@pytest.mark.root
 async def test_the_sweep_takes_all_groups_of_its_mark_and_no_other(tree: CgroupTree) -> None:
     other = CgroupTree(tree.hierarchy, f"{tree.path.name.removeprefix('microvm-')}x", "none")
     other.prepare()
@@ -114,6 +117,7 @@ async def test_the_sweep_takes_all_groups_of_its_mark_and_no_other(tree: CgroupT
         await other.remove()
 
 
+@pytest.mark.root
 async def test_a_refused_write_is_an_error(tree: CgroupTree) -> None:
     async with tree.open_group("vm_a") as group:
         with pytest.raises(HostError) as caught:

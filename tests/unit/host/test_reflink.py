@@ -23,8 +23,6 @@ from microvm.host.reflink import (
     shares_extents,
 )
 
-pytestmark = pytest.mark.root
-
 BLOCK = 4096
 
 
@@ -35,6 +33,7 @@ def make_file(directory: Path, content: bytes = b"") -> int:
         return os.dup(file.fileno())
 
 
+@pytest.mark.root
 def test_a_clone_has_the_content_and_shares_every_block(reflink_directory: Path) -> None:
     content = os.urandom(1 << 20)
     source, clone = make_file(reflink_directory, content), make_file(reflink_directory)
@@ -45,6 +44,7 @@ def test_a_clone_has_the_content_and_shares_every_block(reflink_directory: Path)
     assert own_bytes(clone) == 0
 
 
+@pytest.mark.root
 def test_writing_to_a_clone_unshares_what_was_written_and_nothing_else(reflink_directory: Path) -> None:
     source, clone = make_file(reflink_directory, os.urandom(1 << 20)), make_file(reflink_directory)
     reflink(source, clone)
@@ -55,6 +55,7 @@ def test_writing_to_a_clone_unshares_what_was_written_and_nothing_else(reflink_d
     assert os.pread(source, 1 << 20, 0) == before
 
 
+@pytest.mark.root
 def test_a_clone_holds_stores_through_a_mapping_that_nobody_flushed(reflink_directory: Path) -> None:
     source, clone = make_file(reflink_directory, bytes(64 * BLOCK)), make_file(reflink_directory)
     with mmap.mmap(source, 64 * BLOCK) as memory:
@@ -65,6 +66,7 @@ def test_a_clone_holds_stores_through_a_mapping_that_nobody_flushed(reflink_dire
     assert os.pread(clone, 4, 18 * BLOCK) == bytes(4)
 
 
+@pytest.mark.root
 def test_holes_stay_holes(reflink_directory: Path) -> None:
     source, clone = make_file(reflink_directory), make_file(reflink_directory)
     os.ftruncate(source, 1 << 30)
@@ -74,6 +76,7 @@ def test_holes_stay_holes(reflink_directory: Path) -> None:
     assert not shares_extents(clone)
 
 
+@pytest.mark.root
 def test_extents_are_all_counted_also_beyond_one_call(reflink_directory: Path) -> None:
     source = make_file(reflink_directory)
     os.ftruncate(source, 2200 * BLOCK)  # XFS allocates ahead only when a file grows
@@ -92,6 +95,7 @@ def refused(source: int, destination: int) -> ReflinkRefusal:
     return caught.value.reason
 
 
+@pytest.mark.root
 def test_refusals_are_told_apart(reflink_directory: Path, tmp_path: Path) -> None:
     source, other = make_file(reflink_directory, b"content"), make_file(tmp_path, b"content")
     read_only = os.open(f"/proc/self/fd/{source}", os.O_RDONLY)

@@ -14,8 +14,6 @@ import pytest
 from microvm.errors import HostError
 from microvm.host.volume import MIN_VOLUME_BYTES, check_reflink, free_bytes, make_loop_volume, total_bytes
 
-pytestmark = pytest.mark.root
-
 REPOSITORY = Path(__file__).parents[3]
 PRELUDE = """
 import json, os, subprocess, sys
@@ -36,6 +34,7 @@ def run_unshared(script: str, directory: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.root
 def test_a_volume_that_shares_blocks_passes_and_stays_empty(reflink_directory: Path) -> None:
     check_reflink(reflink_directory)
     assert os.listdir(reflink_directory) == []
@@ -55,6 +54,7 @@ def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
         free_bytes(tmp_path / "absent")
 
 
+@pytest.mark.root
 def test_a_loop_volume_is_made_once_kept_and_mounted_again(tmp_path: Path) -> None:
     seen = run_unshared(
         """
@@ -86,6 +86,7 @@ print(json.dumps({
     assert sorted(os.listdir(tmp_path)) == ["vm", "xfs.img"]
 
 
+@pytest.mark.root
 def test_a_mount_of_something_else_is_left_alone(tmp_path: Path) -> None:
     seen = run_unshared(
         """
@@ -108,6 +109,7 @@ def test_too_little_room_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["vm"]
 
 
+@pytest.mark.root
 def test_a_failing_tool_is_quoted_and_leaves_nothing_mounted(tmp_path: Path) -> None:
     (tmp_path / "xfs.img").write_bytes(b"no file system" * 100_000)
     with pytest.raises(HostError, match=r"^mount .*vm"):
