@@ -1,0 +1,187 @@
+"""The guest's cgroup v2 tree: one group per job below `jobs`, which is frozen and bounded as a whole.
+
+    <root>/supervisor        the supervisor and its file workers, protected
+    <root>/noop              the warm-up command, the service's own
+    <root>/jobs              memory.max and pids.max; cgroup.freeze for a suspension
+    <root>/jobs/<job>        one job and everything that it ever started
+
+Where a controller is missing (a host without memory in v2, when the supervisor runs as a test's process) its files
+are absent and the limits with them; freezing and killing are core and always there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Final
+
+_MIB: Final = 1 << 20
+_RESERVE_MIN: Final = 24 * _MIB
+_RESERVE_MAX: Final = 64 * _MIB
+"""Memory that jobs cannot have: supervisor (about 15 MiB), a file worker, kernel slab. An eighth between the bounds."""
+_PIDS_RESERVE: Final = 64
+_PIDS_CEILING: Final = 32768
+"""Linux's default kernel.pid_max."""
+
+
+def write_knob(path: str, value: str) -> None:
+    """Writes one value to a control file.
+
+    Raises:
+        OSError: as the kernel answers it.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)
+
+
+def read_knob(path: str) -> str:
+    """The text of a control file; empty when it does not exist."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(fd, 65536).decode()
+    finally:
+        os.close(fd)
+
+
+def _number_in(text: str, key: str) -> int:
+    """The value of `key` in a flat-keyed control file; 0 when it is absent."""
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+class Group:
+    """One cgroup of a job (or the warm-up's)."""
+
+    def __init__(self, path: str, pids_max: int | None) -> None:
+        self.path = path
+        os.mkdir(path, 0o755)
+        try:
+            if pids_max is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    write_knob(f"{path}/pids.max", str(pids_max))
+            self.procs_fd = os.open(f"{path}/cgroup.procs", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            os.rmdir(path)
+            raise
+
+    def pids(self) -> list[int]:
+        """Its processes, the children of its children included; groups that jobs cannot make do not exist."""
+        try:
+            os.lseek(self.procs_fd, 0, os.SEEK_SET)
+            chunks = bytearray()
+            while piece := os.read(self.procs_fd, 65536):
+                chunks += piece
+        except OSError:
+            return []
+        return [int(line) for line in chunks.split()]
+
+    def populated(self) -> bool:
+        """Whether a live process is in it."""
+        return _number_in(read_knob(f"{self.path}/cgroup.events"), "populated") != 0
+
+    def open_events(self) -> int:
+        """A descriptor of its event file, which is readable out of band (POLLPRI) when that changes."""
+        fd = os.open(f"{self.path}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+        os.read(fd, 4096)
+        return fd
+
+    def terminate(self) -> None:
+        """SIGTERM to every process."""
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once, forks in flight included."""
+        with contextlib.suppress(FileNotFoundError):
+            write_knob(f"{self.path}/cgroup.kill", "1")
+
+    def oom_kills(self) -> int:
+        """How many of its processes the kernel killed for want of memory."""
+        return _number_in(read_knob(f"{self.path}/memory.events"), "oom_kill")
+
+    def pid_refusals(self) -> int:
+        """How often a fork failed because there were too many processes."""
+        return _number_in(read_knob(f"{self.path}/pids.events"), "max")
+
+    def remove(self) -> bool:
+        """Removes it when it is empty; says whether it is gone."""
+        try:
+            os.rmdir(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return False
+        if self.procs_fd >= 0:
+            os.close(self.procs_fd)
+            self.procs_fd = -1
+        return True
+
+
+class Tree:
+    """The supervisor's whole cgroup tree.
+
+    Args:
+        root: A cgroup v2 directory that is ours alone (in a guest the mount's root).
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.jobs_path = f"{root}/jobs"
+        self.pids_max: int | None = None
+
+    def prepare(self, *, memory_bytes: int, threads_max: int) -> None:
+        """Makes the tree, moves this process into `supervisor`, sets the limits of `jobs`."""
+        available = read_knob(f"{self.root}/cgroup.controllers").split()
+        wanted = [name for name in ("memory", "pids") if name in available]
+        for name in ("supervisor", "jobs"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{self.root}/{name}", 0o755)
+        write_knob(f"{self.root}/supervisor/cgroup.procs", "0")
+        for name in wanted:
+            write_knob(f"{self.root}/cgroup.subtree_control", f"+{name}")
+            write_knob(f"{self.jobs_path}/cgroup.subtree_control", f"+{name}")
+        if "memory" in wanted:
+            reserve = min(max(memory_bytes // 8, _RESERVE_MIN), _RESERVE_MAX)
+            write_knob(f"{self.jobs_path}/memory.max", str(memory_bytes - reserve))
+            write_knob(f"{self.root}/supervisor/memory.min", str(reserve // 2))
+        if "pids" in wanted:
+            whole = min(threads_max, _PIDS_CEILING) - _PIDS_RESERVE
+            write_knob(f"{self.jobs_path}/pids.max", str(whole))
+            self.pids_max = whole - _PIDS_RESERVE
+
+    def group(self, job_id: str) -> Group:
+        """A new group for a job."""
+        return Group(f"{self.jobs_path}/{job_id}", self.pids_max)
+
+    def noop_group(self) -> Group:
+        """A new group for the warm-up command, outside of what a freeze stops."""
+        return Group(f"{self.root}/noop", None)
+
+    def set_frozen(self, frozen: bool) -> None:  # noqa: FBT001 - the value of the knob
+        """Asks the kernel to freeze or thaw all jobs; `jobs_frozen` says when a freeze is done."""
+        write_knob(f"{self.jobs_path}/cgroup.freeze", "1" if frozen else "0")
+
+    def jobs_frozen(self) -> bool:
+        """Whether every process of every job stands still."""
+        return _number_in(read_knob(f"{self.jobs_path}/cgroup.events"), "frozen") != 0
+
+    def open_jobs_events(self) -> int:
+        """A descriptor of the jobs' event file (see `Group.open_events`)."""
+        fd = os.open(f"{self.jobs_path}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+        os.read(fd, 4096)
+        return fd
+
+    def kill_jobs(self) -> None:
+        """SIGKILL to every process of every job."""
+        write_knob(f"{self.jobs_path}/cgroup.kill", "1")
