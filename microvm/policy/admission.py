@@ -258,7 +258,7 @@ def _wake(admission: Admission, event: Wake) -> Decision:
             event.idle,
             holding.workspace_id,
             denied,
-            lambda each: _wake_denial(each, event, holding),
+            lambda then: _wake_denial(then, event, holding),
         )
         return admission, (answer,)
     slot = _free_slot(admission)
@@ -272,7 +272,7 @@ def _make_room(
     denied: Denied,
     denial: Callable[[Admission], Denied | None],
 ) -> MakeRoom | Denied:
-    """The fewest of `idle`, from its front, whose rest would lift the denial; where none would, the denial."""
+    """The fewest of `idle`, from its front, whose rest would lift the denial; where none would, that."""
     chosen: list[VmId] = []
     emptier = admission
     for vm_id in idle:
