@@ -11,17 +11,18 @@ import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-import trio
 import typer
 
 from microvm.cli import options
 from microvm.cli.client import Client, UsageError, find_endpoint
 from microvm.cli.console import print_facts, print_json, print_line
-from microvm.daemon.settings import Settings, load_settings
 from microvm.errors import RequestError
 from microvm.model import NAME_PATTERN, Quota
+
+if TYPE_CHECKING:
+    from microvm.daemon.settings import Settings
 
 DEFAULT_RECIPE: Final = Path(__file__).resolve().parents[2] / "image" / "recipe.toml"
 PROFILES: Final = ("core", "full")
@@ -44,7 +45,9 @@ def register(app: typer.Typer) -> None:
 
 def serve(*, config: options.Config = None) -> None:
     """Run the service in the foreground until SIGTERM or Ctrl-C."""
-    settings = load_settings(config)
+    import trio
+
+    settings = _load(config)
     for warning in settings.warnings:
         print_line(f"microvm: warning: {warning}", to=sys.stderr)
     from microvm.daemon.service import run_service
@@ -122,7 +125,7 @@ def doctor(*, config: options.Config = None, json: options.Json = False) -> None
     """Examine the host and the configuration, and say how to mend what is wrong."""
     from microvm.daemon.doctor import Status, examine
 
-    checks = examine(load_settings(config))
+    checks = examine(_load(config))
     if json:
         print_json({"checks": [check.to_json() for check in checks]})
     else:
@@ -159,7 +162,7 @@ def image_build(
     """Build the guest image: root file system, kernel, initrd and VMM; nothing changed, nothing done."""
     from image import ImageError, build_image
 
-    target = output or load_settings(config).image
+    target = output or _load(config).image
     try:
         manifest = build_image(target, recipe, progress=lambda text: print_line(text, to=sys.stderr))
     except ImageError as error:
@@ -179,9 +182,18 @@ def _with_defaults(given: Quota, defaults: Quota) -> Quota:
     )
 
 
+def _load(config: Path | None) -> Settings:
+    # Imported late, like trio: together they are most of the start-up time of commands that need neither.
+    from microvm.daemon.settings import load_settings
+
+    return load_settings(config)
+
+
 def _settings(config: Path | None, state_dir: Path | None) -> Settings:
     if state_dir is None:
-        return load_settings(config)
+        return _load(config)
     if config is not None:
         raise UsageError("--state-dir or --config, not both")
+    from microvm.daemon.settings import Settings
+
     return Settings(state_dir=state_dir.absolute())

@@ -49,6 +49,7 @@ class Request:
 
 def shell_command(words: list[str]) -> str:
     """One word is a script as it stands; several are a program and its arguments, quoted."""
+    words = words[words[:1] == ["--"] :]  # `vm exec VM -- COMMAND`: the VM ended the options already
     return words[0] if len(words) == 1 else shlex.join(words)
 
 

@@ -29,7 +29,6 @@ GIB: Final = 2**30
 OLDEST_KERNEL: Final = (5, 14)
 RESERVE_SHARE: Final = 0.05  # below 5 % and 1 GiB nothing is admitted (rulings 50)
 SMALLEST_RESERVE: Final = GIB
-LIMIT_CONTROLLERS: Final = frozenset({"cpu", "memory", "pids"})
 
 
 class Status(enum.StrEnum):
@@ -193,33 +192,22 @@ def check_accelerator(settings: Settings) -> Check:
 
 def check_cgroups(settings: Settings) -> Check:
     """Version 2 of cgroups for freezing and killing; its controllers for limits."""
-    mount = _cgroup2_mount()
-    if mount is None:
-        return Check(
-            "cgroups", Status.FAIL, "no cgroup v2", "mount it: mount -t cgroup2 none /sys/fs/cgroup/unified"
-        )
-    have = set((mount / "cgroup.controllers").read_text("ascii").split())
-    missing = sorted(LIMIT_CONTROLLERS - have)
-    seen = f"v2 at {mount}, controllers: {' '.join(sorted(have)) or 'none'}"
+    from microvm.host.cgroup import find_hierarchy
+
+    try:
+        hierarchy = find_hierarchy()
+    except HostError as error:
+        return Check("cgroups", Status.FAIL, error.message, "mount -t cgroup2 none /sys/fs/cgroup")
+    seen = f"v2 at {hierarchy.mount}, controllers: {' '.join(sorted(hierarchy.controllers)) or 'none'}"
     if settings.limits == "none":
         return Check(
             "cgroups", Status.WARN, f'{seen}; limits = "none"', "for trials only: VMMs are not limited"
         )
-    if missing:
-        mend = (
-            f'boot with systemd.unified_cgroup_hierarchy=1 for {", ".join(missing)}, or set limits = "none"'
-        )
+    if hierarchy.lacks:
+        missing = ", ".join(sorted(hierarchy.lacks))
+        mend = f'boot with systemd.unified_cgroup_hierarchy=1 for {missing}, or set limits = "none"'
         return Check("cgroups", Status.FAIL, seen, mend)
     return Check("cgroups", Status.OK, seen)
-
-
-def _cgroup2_mount() -> Path | None:
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            _, mountpoint, kind, *_ = line.split(" ")
-            if kind == "cgroup2":
-                return Path(mountpoint)
-    return None
 
 
 def check_memory(settings: Settings) -> Check:
