@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from image.closure import build_closure, closure_digest
-from image.debian import Tree, install_tree, plan_sources, read_targets
+from image.debian import Tree, install_tree, plan_sources, read_targets, scratch_folder
 from image.digest import DigestCache, canonical_json, digest_bytes, digest_file, digest_of
 from image.errors import ImageError
 from image.initrd import build_initrd
@@ -75,15 +75,21 @@ _COMPILERS_LEFT: Final = (
 
 
 def build_image(
-    output: Path, recipe: Path = RECIPE, *, progress: Callable[[str], None], guest: Path = GUEST
+    output: Path,
+    recipe: Path = RECIPE,
+    *,
+    progress: Callable[[str], None],
+    guest: Path = GUEST,
+    cache: Path | None = None,
 ) -> Manifest:
     """Build the image in `output`, or find that it is already what recipe, guest and this package make.
 
     Args:
-        output: The image's directory; `<output>.cache` beside it keeps the steps' results.
+        output: The image's directory.
         recipe: A recipe's file.
         progress: Told the steps, one line each.
         guest: The guest package's directory.
+        cache: Where the steps' results are kept, 1.3 GB; `<output>.cache` if not given. Images may share one.
 
     Returns:
         The manifest that was published, or was there.
@@ -93,10 +99,10 @@ def build_image(
     """
     chosen = load_recipe(recipe)
     sources = guest_sources(guest)
-    stages = Stages(output.with_name(output.name + ".cache"))
+    stages = Stages(cache or output.with_name(output.name + ".cache"))
     with stages.locked():
         digests = DigestCache(stages.directory / "digests.json")
-        state = stages.directory / "built.json"
+        state = stages.directory / f"built-{digest_of(str(output.absolute()))[:16]}.json"
         inputs = _key_of_inputs(chosen, sources)
         found = _unchanged(output, state, inputs, digests)
         if found is None:
@@ -179,6 +185,8 @@ class _Build:
 
     def run(self) -> Manifest:
         self._output.mkdir(parents=True, exist_ok=True)
+        for left in self._output.glob(".new-*"):  # by a build that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         base = self._stages.stage("base", key_of_base(self._recipe), self._make_base) / "tree.tar"
         tools_tar = self._stages.stage("tools", key_of_tools(self._recipe), self._make_tools) / "tree.tar"
         tools = self._unpacked("tools-tree", key_of_tools(self._recipe), tools_tar, _TOOLS_TAKEN, ())
@@ -208,7 +216,7 @@ class _Build:
     def _install(self, tree: Tree, stage: Path, hook: Path, script: bytes) -> None:
         """Run mmdebstrap for a stage, its hook copied to where a user namespace can read it."""
         sources = plan_sources(read_targets(), self._recipe.suite, self._recipe.mirror)
-        with tempfile.TemporaryDirectory(prefix="microvm-image-") as folder:
+        with tempfile.TemporaryDirectory(prefix="microvm-image-", dir=scratch_folder()) as folder:
             os.chmod(folder, 0o755)  # noqa: S103 (mmdebstrap's user namespace reads it as another user)
             copied = Path(folder, "hook")
             copied.write_bytes(hook.read_bytes())

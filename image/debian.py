@@ -143,8 +143,13 @@ def install_tree(
     command += [f"--{when}-hook={hook}"] if hook else []
     command += [suite, str(output), *sources]
     variables = {"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LC_ALL": "C.UTF-8"}
-    variables |= {"SOURCE_DATE_EPOCH": str(epoch), **(environment or {})}
+    variables |= {"SOURCE_DATE_EPOCH": str(epoch), "TMPDIR": scratch_folder(), **(environment or {})}
     _follow(command, variables, progress)
+
+
+def scratch_folder() -> str:
+    """Where the tree is put together: TMPDIR, else a directory that is on disk where /tmp is memory."""
+    return os.environ.get("TMPDIR", "/var/tmp")  # noqa: S108 (temporary names are made unguessable in it)
 
 
 def _follow(command: Sequence[str], environment: Mapping[str, str], progress: Callable[[str], None]) -> None:
@@ -157,6 +162,7 @@ def _follow(command: Sequence[str], environment: Mapping[str, str], progress: Ca
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        umask=0o022,  # the builder's own would end up in the tree
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -3,9 +3,9 @@
 # `microvm.probe` on the kernel's command line: say that a guest got this far, and power off.
 PATH=/bin
 
-mount -t devtmpfs dev /dev
-mount -t proc proc /proc
-mount -t sysfs sys /sys
+mount -t devtmpfs -o nosuid,mode=0755 dev /dev
+mount -t proc -o nosuid,nodev,noexec proc /proc
+mount -t sysfs -o nosuid,nodev,noexec sys /sys
 
 init=/usr/lib/microvm/init
 read -r line </proc/cmdline

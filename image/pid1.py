@@ -11,4 +11,4 @@ sys.path.insert(0, "/usr/lib/microvm")
 
 from guest.supervisor import main
 
-main()
+main([])

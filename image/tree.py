@@ -76,6 +76,7 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
             capture_output=True,
             text=True,
             errors="replace",
+            umask=0o022,
         )
     except OSError as error:
         raise ImageError(f"cannot run {command[0]}: {error.strerror}") from error
