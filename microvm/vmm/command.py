@@ -23,6 +23,7 @@ DISK_PATH: Final = "vm/disk"
 KERNEL_PATH: Final = "vm/kernel"
 INITRD_PATH: Final = "vm/initrd"
 
+CPU_MODEL: Final = "max"
 AGENT_PORT: Final = "microvm.agent"
 GUEST_MAC: Final = "02:6d:76:6d:00:02"  # locally administered; each VM's network is a namespace of its own
 
@@ -90,7 +91,7 @@ def _machine(machine: Machine) -> list[str]:
             "microvm,acpi=on,pit=on,pic=on,rtc=on,pcie=off,usb=off,isa-serial=on,mem-merge=off,memory-backend=ram",
         ),
         *("-accel", accelerator),
-        *("-cpu", "max"),
+        *("-cpu", CPU_MODEL),
         *("-smp", str(machine.vcpus)),
         *("-bios", "qboot.rom"),
         *("-global", "virtio-mmio.force-legacy=false"),

@@ -67,6 +67,7 @@ class Monitor:
 
     Attributes:
         lost: Set when the connection is gone, so that neither answers nor events will come.
+        misbehaved: Whether it is gone because the peer broke the protocol.
         version: QEMU's version; empty before the greeting.
     """
 
@@ -79,6 +80,7 @@ class Monitor:
         self._greeted = trio.Event()
         self._lost: str | None = None
         self.lost = trio.Event()
+        self.misbehaved = False
         self.version = ""
 
     async def run(self) -> None:
@@ -91,6 +93,7 @@ class Monitor:
                     self._take(message)
         except QmpError as error:
             reason = f"the VMM broke the protocol: {error}"
+            self.misbehaved = True
         except (OSError, trio.ClosedResourceError):
             reason = "the connection failed"
         finally:

@@ -106,6 +106,7 @@ async def _probe_kvm(
     except OSError as error:
         return Accelerator("tcg", f"{KVM_DEVICE} cannot be opened: {error.strerror}")
     kind = QemuKind(closure, Accelerator("kvm", "being probed"), guest.tsc_khz, launcher)
+    problem = f"a guest under it did not boot in {deadline_s:g} s"
     with ExitStack() as stack:
         plan = _plan(kind, guest, stack)
         started = trio.current_time()
@@ -114,18 +115,13 @@ async def _probe_kvm(
                 with trio.move_on_after(deadline_s):
                     await vmm.boot()
                     await vmm.exited.wait()
-                status = vmm.exit_status
-        except VmmError as error:
-            return Accelerator("tcg", f"{KVM_DEVICE} opens, but QEMU fails with it: {_short(error)}")
+                    problem = f"a guest under it ended QEMU with status {vmm.exit_status}"
+        except VmmError as error:  # also where a guest was so fast that `boot` found QEMU gone
+            problem = f"QEMU fails with it: {_short(error)}"
         console = os.pread(plan.console_fd, 1 << 20, 0)
-        took_s = trio.current_time() - started
     if PROBE_WORD in console:
-        return Accelerator("kvm", f"a guest booted under KVM in {took_s:.1f} s")
-    if status is None:
-        return Accelerator(
-            "tcg", f"{KVM_DEVICE} opens, but a guest under it did not boot in {deadline_s:g} s"
-        )
-    return Accelerator("tcg", f"{KVM_DEVICE} opens, but a guest under it died (QEMU's status {status})")
+        return Accelerator("kvm", f"a guest booted under KVM in {trio.current_time() - started:.1f} s")
+    return Accelerator("tcg", f"{KVM_DEVICE} opens, but {problem}")
 
 
 def _short(error: VmmError) -> str:

@@ -45,6 +45,9 @@ and `stop` waits for the disk requests under way. Callers with less patience set
 REAP_SECONDS: Final = 10.0
 """For a process that got SIGKILL; longer means an uninterruptible system call on failing storage."""
 
+DYING_SECONDS: Final = 1.0
+"""From the monitor's end to the process's: QEMU closes its sockets a moment before it exits."""
+
 POLL_SECONDS: Final = 0.002  # a save takes 4 ms
 
 TAIL_BYTES: Final = 4096
@@ -263,7 +266,7 @@ class QemuVmm:
         """Ends the process at once; returns when it is reaped."""
         self._process.kill()
         with trio.move_on_after(REAP_SECONDS, shield=True):
-            await self._exited.wait()
+            await self.watch_process()
 
     async def greet(self) -> None:
         """Waits for the monitor and sets what every machine needs, so that later steps cannot fail for it."""
@@ -274,11 +277,15 @@ class QemuVmm:
             )
 
     async def serve_monitor(self) -> None:
-        """Reads the monitor to its end, and closes it."""
+        """Reads the monitor to its end, and closes it; a process that cannot be controlled is killed."""
         try:
             await self._monitor.run()
         finally:
             self._monitor.close()
+        if not self._monitor.misbehaved:
+            with trio.move_on_after(DYING_SECONDS):
+                await self._exited.wait()
+        self._process.kill()
 
     async def watch_process(self) -> None:
         """Reaps the process."""
@@ -319,10 +326,11 @@ class QemuVmm:
             await trio.sleep(POLL_SECONDS)
             status = await self._status()
         if status not in allowed:
-            raise self._failure(f"{what}: the machine is {_said(status)} afterwards")
+            raise self._failure(f"{what}: the machine is {_said(status)} then")
 
-    async def _status(self) -> Any:
-        return _object(await self._monitor.execute("query-status")).get("status")
+    async def _status(self) -> str:
+        status = _object(await self._monitor.execute("query-status")).get("status")
+        return status if isinstance(status, str) else _said(status)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MigrationChanged) and event.status in _MIGRATION_ENDS:
@@ -343,9 +351,7 @@ class QemuVmm:
         except trio.TooSlowError as error:
             raise self._failure(f"{what}: QEMU did not answer in {ANSWER_SECONDS:.0f} s") from error
         except MonitorLostError as error:
-            with trio.move_on_after(
-                REAP_SECONDS
-            ):  # a dying process closes its sockets a moment before its end
+            with trio.move_on_after(2 * DYING_SECONDS):
                 await self._exited.wait()
             raise self._failure(f"{what}: {error}") from error
         except MonitorError as error:
