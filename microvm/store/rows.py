@@ -50,8 +50,13 @@ class TemplateRow:
 
 
 def encode_json(value: object) -> str:
-    """Compact JSON; NaN and what JSON cannot say are bugs of the caller."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, sort_keys=True)
+    """Compact ASCII JSON, lone surrogates included; NaN and what JSON cannot say are bugs of the caller."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, sort_keys=True)
+
+
+def _text(value: str) -> str:
+    """`value` as SQLite can keep it: names and messages from outside may hold bytes that are not UTF-8."""
+    return str(value) if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
 
 
 def _spec_columns(spec: VmSpec) -> Columns:
@@ -78,7 +83,7 @@ _SPREAD: Final[Mapping[str, Callable[[Any], Columns]]] = {
     "steps": lambda value: {"steps": encode_json(value)},
     "detail": lambda value: {"detail": encode_json(value)},
     "answer": lambda value: {"answer": None if value is None else encode_json(value)},
-    "command": lambda value: {"command": value[:_COMMAND_CHARACTERS]},
+    "command": lambda value: {"command": _text(value[:_COMMAND_CHARACTERS])},
 }
 """Fields that are not one column of the same name and value."""
 
@@ -93,7 +98,7 @@ def columns_of(changes: Mapping[str, Any]) -> Columns:
         elif isinstance(value, bool):
             columns[name] = int(value)
         else:
-            columns[name] = str(value) if isinstance(value, str) else value
+            columns[name] = _text(value) if isinstance(value, str) else value
     return columns
 
 

@@ -240,6 +240,16 @@ async def test_of_a_command_200_characters_are_kept(tmp_path: Path) -> None:
         assert (await store.load()).jobs[0].command == "é" * 200
 
 
+async def test_text_that_is_not_unicode_is_kept_as_far_as_it_can_be(tmp_path: Path) -> None:
+    vm = a_vm(reason="cannot open \udcff", env={"A": "\ud800"})
+    async with alices_store(tmp_path) as store:
+        await store.insert_vm(vm)
+        await store.put_jobs(JobRecord(new_job_id(), vm.vm_id, JobState.RUNNING, "echo \udcff\0!", 1.0))
+        loaded = await store.load()
+    assert loaded.vms == [vm.with_(reason="cannot open ?")]
+    assert loaded.jobs[0].command == "echo ?\0!"
+
+
 async def test_jobs_and_receipts_are_forgotten_by_id(tmp_path: Path) -> None:
     vm = a_vm()
     jobs = [JobRecord(new_job_id(), vm.vm_id, JobState.RUNNING, "true", float(n)) for n in range(3)]
