@@ -14,7 +14,9 @@ from typing import Any, Final, NewType
 WorkspaceId = NewType("WorkspaceId", str)
 VmId = NewType("VmId", str)  # "vm_" + 20 characters of lower-case base32
 JobId = NewType("JobId", str)  # "job_" + 20 characters of lower-case base32
-Generation = NewType("Generation", int)  # checkpoint generation: RAM, state, disk and manifest belong together
+Generation = NewType(
+    "Generation", int
+)  # checkpoint generation: RAM, state, disk and manifest belong together
 AgentGeneration = NewType("AgentGeneration", int)  # one per boot, resume or clone, in the hello
 
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -278,7 +280,8 @@ class Receipt:
             (`wait_seconds`).
         completed_at: When the answer, or the loss of it, was recorded; None while pending.
         answer: The recorded answer, JSON-safe and opaque here; None unless `state` is done.
-        vm_id: What the work made or ran in, as far as it was known; for reconciliation, and kept after the VM.
+        vm_id: What the work made or ran in, as far as it was known; for reconciliation, and kept after the
+            VM.
     """
 
     workspace_id: WorkspaceId

@@ -1,9 +1,9 @@
 """The one task that owns a VM: the only writer of its state.
 
-Others submit requests and wait; the driver decides them one at a time by `policy.lifecycle`, commits the intent, runs
-the effect in a child task, and commits its end. While an effect runs, requests wait in order; identical ones are
-one; a destroy goes first and cancels whatever runs. What the effects do is in `effects`; this module must not touch
-files, processes or guests.
+Others submit requests and wait; the driver decides them one at a time by `policy.lifecycle`, commits the
+intent, runs the effect in a child task, and commits its end. While an effect runs, requests wait in order;
+identical ones are one; a destroy goes first and cancels whatever runs. What the effects do is in `effects`;
+this module must not touch files, processes or guests.
 
     submit ─► queue ─► decide ─► commit intent ─► effect ─► decide(Done | Failed) ─► commit done ─► answer
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -107,14 +107,17 @@ class VmDriver:
         self._journal = journal
         self._queue: list[_Request] = []
         self._bell = trio.Event()
-        self._idle = idle.Idle(record.idle_seconds, record.idle_mode, last_activity_at=record.last_activity_at)
+        self._idle = idle.Idle(
+            record.idle_seconds, record.idle_mode, last_activity_at=record.last_activity_at
+        )
         self._effect_scope: trio.CancelScope | None = None
         self._cause: _Request | None = None
         self._create_intent: int | None = None
         self._buried: MicrovmError | None = None
         self._create_error: MicrovmError | None = None
 
-    # ---- for callers ------------------------------------------------------------------------------------------------
+    # ---- for callers
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -153,7 +156,7 @@ class VmDriver:
         return self.record
 
     @contextlib.asynccontextmanager
-    async def use(self) -> AsyncIterator[Live]:
+    async def use(self) -> AsyncGenerator[Live]:
         """A running guest for the time of a call, woken if need be; it is not put to rest inside the block.
 
         Raises:
@@ -223,7 +226,8 @@ class VmDriver:
             self._queue.remove(request)
         self._bell.set()
 
-    # ---- the task ---------------------------------------------------------------------------------------------------
+    # ---- the task
+    # ---------------------------------------------------------------------------------------------------
 
     async def serve(self, *, create_intent: int | None = None) -> None:
         """Runs until the VM is gone.
@@ -299,7 +303,8 @@ class VmDriver:
         deadline = self.hibernates_at
         return math.inf if deadline is None else trio.current_time() + max(deadline - time.time(), 0.0)
 
-    # ---- one effect after another -----------------------------------------------------------------------------------
+    # ---- one effect after another
+    # -----------------------------------------------------------------------------------
 
     def _start(self, nursery: trio.Nursery, step: Step, cause: _Request | None) -> None:
         self._effect_scope = trio.CancelScope()
@@ -358,7 +363,9 @@ class VmDriver:
             if effect is lifecycle.CREATE:
                 self._create_error = failure
             self.record = self.record.with_(**failed.changes)
-            completion = Failed(failed.error.message, committed=failed.committed, guest_lost=failed.guest_lost)
+            completion = Failed(
+                failed.error.message, committed=failed.committed, guest_lost=failed.guest_lost
+            )
         if isinstance(completion, Done) and effect.settles_after:
             answer: Answer = Step(step.state, reason=step.reason)
         elif isinstance(completion, Done) and effect is lifecycle.RELEASE:

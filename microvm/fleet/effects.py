@@ -1,8 +1,8 @@
 """What a VM's driver can have done: create, pause, hibernate, wake, boot, power off, release, remove.
 
-Each effect is one ordered procedure over files, a VMM and a guest (the orders are rulings of the contract and are
-repeated at each). An effect returns the record's changes, or raises `EffectFailed`, which says whether its point of
-no return had passed. Decisions are the driver's; this module must not choose what happens next.
+Each effect is one ordered procedure over files, a VMM and a guest (the orders are rulings of the contract and
+are repeated at each). An effect returns the record's changes, or raises `EffectFailed`, which says whether
+its point of no return had passed. Decisions are the driver's; this module must not choose what happens next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from microvm.agentlink import GuestStreamHandler, Identity
+from microvm.agentlink import GuestHandler
 from microvm.errors import MicrovmError, first_error
 from microvm.fleet import layout
 from microvm.fleet.image import Image
@@ -98,7 +98,7 @@ class Effects:
     parts: Parts
     record_id: VmRecord  # for ids and sizes, which never change
     jobs: JobTable
-    on_guest_stream: GuestStreamHandler | None = None  # set before the driver starts
+    on_guest_stream: GuestHandler | None = None  # set before the driver starts
     progress: Callable[[float, str], None] | None = None
     live: Live | None = None
     _nursery: trio.Nursery | None = None
@@ -167,7 +167,8 @@ class Effects:
     def _is_dead(self) -> bool:
         return self.live is None or self.live.vmm.exited.is_set()
 
-    # ---- the VMM's life -----------------------------------------------------------------------------------------------
+    # ---- the VMM's life
+    # -----------------------------------------------------------------------------------------------
 
     async def _start(self, *, boot: bool, slot: int | None = None) -> Live:
         """Starts a VMM over the VM's files; it lives in a task of its own until `release`.
@@ -206,7 +207,9 @@ class Effects:
             self.parts.room.rest(self.record_id.vm_id)
             self._closing.set()
 
-    async def _hold_live(self, boot: BootSource | None, slot: int, task_status: trio.TaskStatus[None]) -> None:
+    async def _hold_live(
+        self, boot: BootSource | None, slot: int, task_status: trio.TaskStatus[None]
+    ) -> None:
         record = self.record_id
         assert self._out_of_space is not None
         assert self.on_guest_stream is not None
@@ -241,7 +244,8 @@ class Effects:
             with trio.move_on_after(CLEANUP_TIMEOUT_S, shield=True):
                 await self._closing.wait()
 
-    # ---- effects ------------------------------------------------------------------------------------------------------
+    # ---- effects
+    # ------------------------------------------------------------------------------------------------------
 
     async def _create(self, turn: Turn) -> Changes:
         """Template → reflink → load → run → become somebody. Nothing of a failed creation stays."""
@@ -258,8 +262,7 @@ class Effects:
             os.close(state_fd)
         await live.cont()
         generation = AgentGeneration(record.agent_generation + 1)
-        identity = Identity(machine_id=secrets.token_hex(16), hostname=record.vm_id.replace("_", "-"))
-        await live.greet(generation, identity=identity)
+        await live.greet(generation, machine_id=secrets.token_hex(16), hostname=_hostname(record))
         ended = trio.current_time()
         return {
             "agent_generation": generation,
@@ -394,9 +397,8 @@ class Effects:
         self.jobs.lose_active("the VM was booted from its disk")
         live = await self._start(boot=True)
         generation = AgentGeneration(record.agent_generation + 1)
-        identity = Identity(machine_id=None, hostname=record.vm_id.replace("_", "-"))
         await live.vmm.boot()
-        await live.greet(generation, identity=identity, timeout_s=BOOT_TIMEOUT_S)
+        await live.greet(generation, hostname=_hostname(record), timeout_s=BOOT_TIMEOUT_S)
         return {
             "agent_generation": generation,
             "boot_ms": _ms(trio.current_time() - started),
@@ -443,6 +445,10 @@ def _open_state(directory: Path, manifest: checkpoint.Manifest) -> int:
     path = directory / manifest.state_file
     with host_errors("open", path):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _hostname(record: VmRecord) -> str:
+    return record.vm_id.replace("_", "-")  # RFC 1123 has no underscore
 
 
 def _ms(seconds: float) -> float:

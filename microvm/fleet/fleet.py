@@ -1,9 +1,9 @@
 """The fleet: all VMs of a service, behind the calls that tools make.
 
-Every id is looked up in the caller's workspace, and somebody else's gets the very answer of one that never existed.
-Mutations run in the fleet's own nursery: a caller that goes away ends its waiting, never the work. What a VM goes
-through is its driver's business and what happens inside a guest is `work`'s; this module must not change a VM's state
-or touch its files.
+Every id is looked up in the caller's workspace, and somebody else's gets the very answer of one that never
+existed. Mutations run in the fleet's own nursery: a caller that goes away ends its waiting, never the work.
+What a VM goes through is its driver's business and what happens inside a guest is `work`'s; this module must
+not change a VM's state or touch its files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Fleet:
     draining: trio.Event = field(default_factory=trio.Event)
     vms: dict[VmId, Vm] = field(default_factory=dict[VmId, Vm])
 
-    # ---- looking ------------------------------------------------------------------------------------------------------
+    # ---- looking
+    # ------------------------------------------------------------------------------------------------------
 
     def list_vms(self, p: Principal, *, all_workspaces: bool) -> list[VmView]:
         """The workspace's VMs, oldest first; everybody's for an operator who asks."""
@@ -109,7 +110,8 @@ class Fleet:
             pid=None if live is None else live.vmm.pid,
         )
 
-    # ---- a VM's life --------------------------------------------------------------------------------------------------
+    # ---- a VM's life
+    # --------------------------------------------------------------------------------------------------
 
     async def create(
         self,
@@ -160,7 +162,8 @@ class Fleet:
         try:
             record = record.with_(slot=slot)
             _, intent = await begun.commit(
-                writes.insert_vm(record), writes.intent(record.vm_id, lifecycle.CREATE.name, None, time.time())
+                writes.insert_vm(record),
+                writes.intent(record.vm_id, lifecycle.CREATE.name, None, time.time()),
             )
         except BaseException:
             self.parts.room.release(record.vm_id)
@@ -181,8 +184,8 @@ class Fleet:
         )
         effects = Effects(self.parts, record, table)
         driver = VmDriver(record, VmJournal(self.store), effects)
-        vm = Vm(driver, table, GuestWork(driver, table, self.store))
-        effects.on_guest_stream = vm.work.on_guest_stream
+        vm = Vm(driver, table, GuestWork(driver, table, self.nursery))
+        effects.on_guest_stream = vm.work.on_guest_call
         self.vms[record.vm_id] = vm
         return vm
 
@@ -199,7 +202,6 @@ class Fleet:
             log.exception("a VM's driver crashed", extra={"vm_id": vm_id}, exc_info=group)
             with trio.CancelScope(shield=True):
                 await vm.driver.bury("the service failed while driving this VM; see its log")
-            return
         if vm.driver.gone.is_set():
             self.vms.pop(vm_id, None)
 
@@ -242,7 +244,8 @@ class Fleet:
             raise CapacityError("no_capacity", "The creation takes long; retry with the same request_id.")
         return self._view(vm)
 
-    # ---- work in a guest ----------------------------------------------------------------------------------------------
+    # ---- work in a guest
+    # ----------------------------------------------------------------------------------------------
 
     async def exec(
         self,
@@ -326,7 +329,8 @@ class Fleet:
             )
         )
 
-    # ---- inside -------------------------------------------------------------------------------------------------------
+    # ---- inside
+    # -------------------------------------------------------------------------------------------------------
 
     def _refuse_when_draining(self) -> None:
         if self.draining.is_set():
@@ -334,9 +338,7 @@ class Fleet:
                 "draining", "The service is shutting down; try again when it is back.", retry_after_s=10.0
             )
 
-    async def _detached(
-        self, work: Callable[[], Awaitable[T]], *, late: Callable[[], T] | None = None
-    ) -> T:
+    async def _detached(self, work: Callable[[], Awaitable[T]], *, late: Callable[[], T] | None = None) -> T:
         """Runs `work` in the fleet's nursery and waits for it.
 
         Args:

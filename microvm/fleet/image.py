@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -54,15 +54,21 @@ class Image:
     qemu_binary: str
 
     @contextlib.contextmanager
-    def open_boot(self, kind: VmmKind) -> Iterator[BootSource]:
-        """Kernel and initrd, open for the time of a boot."""
+    def open_parts(self) -> Generator[tuple[int, int]]:
+        """Descriptors of kernel and initrd for the time of the block."""
         with contextlib.ExitStack() as stack:
             fds: list[int] = []
             for part in (self.kernel, self.initrd):
                 with host_errors("open", part.path):
                     fds.append(os.open(part.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
                 stack.callback(os.close, fds[-1])
-            yield BootSource(kernel_fd=fds[0], initrd_fd=fds[1], cmdline=kind.cmdline())
+            yield fds[0], fds[1]
+
+    @contextlib.contextmanager
+    def open_boot(self, kind: VmmKind) -> Generator[BootSource]:
+        """What a cold boot on `kind` starts from, for the time of the block."""
+        with self.open_parts() as (kernel_fd, initrd_fd):
+            yield BootSource(kernel_fd=kernel_fd, initrd_fd=initrd_fd, cmdline=kind.cmdline())
 
 
 def open_image(directory: Path) -> Image:
@@ -96,7 +102,9 @@ def open_image(directory: Path) -> Image:
     except OSError as error:
         raise HostError("read image manifest", str(path), error.errno or 0, _HOW) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise HostError("read image manifest", str(path), 0, f"not a manifest of this version ({error}); {_HOW}") from error
+        raise HostError(
+            "read image manifest", str(path), 0, f"not a manifest of this version ({error}); {_HOW}"
+        ) from error
 
 
 def verify_image(image: Image, cache: Path) -> None:
@@ -121,7 +129,10 @@ def verify_image(image: Image, cache: Path) -> None:
             found = _sha256(part.path)
             if found != part.sha256:
                 raise HostError(
-                    "verify image", str(part.path), 0, f"SHA-256 is {found}, the manifest says {part.sha256}; {_HOW}"
+                    "verify image",
+                    str(part.path),
+                    0,
+                    f"SHA-256 is {found}, the manifest says {part.sha256}; {_HOW}",
                 )
         seen[mark] = part.sha256
     if seen != known:
@@ -142,7 +153,8 @@ def _sha256(path: Path) -> str:
 
 
 def place_base(image: Image, places: layout.Layout) -> None:
-    """Puts the image's rootfs on the reflink volume, once: by reflink where it is there already, else by a copy.
+    """Puts the image's rootfs on the reflink volume, once: by reflink where it is there already, else by a
+    copy.
 
     Raises:
         HostError: Nothing half-made is left.

@@ -1,8 +1,9 @@
 """The jobs of one VM as the host knows them, and the output it holds of the finished ones.
 
-The guest runs jobs and pushes how they end; this table is what polling reads, so that it never wakes a VM. A finished
-job's kept output is copied to the host while the guest runs, and served from there for ever after. Only the VM's
-driver and the calls it has let into the guest write here; the store keeps what must outlive the service.
+The guest runs jobs and pushes how they end; this table is what polling reads, so that it never wakes a VM. A
+finished job's kept output is copied to the host while the guest runs, and served from there for ever after.
+Only the VM's driver and the calls it has let into the guest write here; the store keeps what must outlive the
+service.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
@@ -22,7 +23,7 @@ from microvm.host.files import host_errors
 from microvm.model import MAX_ACTIVE_JOBS, MAX_JOBS, JobId, JobRecord, JobState, VmId
 from microvm.wire.agent import JobSummary
 
-STREAMS: Final = ("stdout", "stderr")
+STREAMS: Final[tuple[Literal["stdout"], Literal["stderr"]]] = ("stdout", "stderr")
 ACTIVE: Final = frozenset({JobState.STARTING, JobState.RUNNING, JobState.FROZEN})
 
 
@@ -156,11 +157,12 @@ class JobTable:
     async def wait_end(self, job_id: JobId, timeout_s: float) -> JobRecord:
         """The job once its main process has ended, or as it is after `timeout_s` seconds."""
         with trio.move_on_after(timeout_s):
-            while (job := self.get(job_id)).state in ACTIVE:
+            while self.get(job_id).state in ACTIVE:
                 await self.wait_change(job_id)
         return self.get(job_id)
 
-    # ---- output kept on the host ------------------------------------------------------------------------------------
+    # ---- output kept on the host
+    # ------------------------------------------------------------------------------------
 
     def keep_output(self, job_id: JobId, output: tuple[bytes, bytes]) -> JobRecord | None:
         """Keeps all retained output of a finished job on the host.
@@ -180,7 +182,9 @@ class JobTable:
 
     def kept_output(self, job_id: JobId, cursor: tuple[int, int], max_bytes: int) -> tuple[bytes, bytes]:
         """A page of a finished job's kept output, per stream."""
-        return self._page(job_id, "stdout", cursor[0], max_bytes), self._page(job_id, "stderr", cursor[1], max_bytes)
+        return self._page(job_id, "stdout", cursor[0], max_bytes), self._page(
+            job_id, "stderr", cursor[1], max_bytes
+        )
 
     def _page(self, job_id: JobId, name: str, offset: int, max_bytes: int) -> bytes:
         path = self._directory / job_id / name

@@ -1,4 +1,5 @@
-"""The driver's side of the journal: a mutation's intent, its steps and its end, each with the record in one commit.
+"""The driver's side of the journal: a mutation's intent, its steps and its end, each with the record in one
+commit.
 
 Nothing here decides; `policy.recovery` reads what this leaves behind.
 """
@@ -30,7 +31,8 @@ class VmJournal:
     async def intent(self, record: VmRecord, op: str) -> int:
         """The start of a mutation, with the record as it is from now on; the answer is the intent's id."""
         answers = await self._store.commit(
-            writes.change_vm(record.vm_id, **_changes(record)), writes.intent(record.vm_id, op, None, time.time())
+            writes.change_vm(record.vm_id, **_changes(record)),
+            writes.intent(record.vm_id, op, None, time.time()),
         )
         return answers[1]
 

@@ -1,8 +1,8 @@
 """Where a VM's files are, and how they are made.
 
-RAM, disks and checkpoints live on `vm_dir`, the reflink volume; logs on `state_dir`, another file system, so that a
-commit of metadata never waits behind a gigabyte's fsync. Files at rest are root's, 0600. This module makes, clones
-and removes files; it must not know states or processes.
+RAM, disks and checkpoints live on `vm_dir`, the reflink volume; logs on `state_dir`, another file system, so
+that a commit of metadata never waits behind a gigabyte's fsync. Files at rest are root's, 0600. This module
+makes, clones and removes files; it must not know states or processes.
 
     vm_dir/images/<digest>.ext4          the base that disks are cloned from
     vm_dir/templates/<key>/              ram, disk, state.1, manifest.json

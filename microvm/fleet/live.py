@@ -1,8 +1,8 @@
 """What a VM has while it is live: a VMM, the link to its supervisor, a slot, a cgroup, open files.
 
-`open_live` grants all of it and gives all of it back, whatever happens in between. The steps that need a fixed
-order (rulings on hibernation and waking) are methods of `Live`; when they happen is the driver's decision, and
-this module must not know states, the store or policy.
+`open_live` grants all of it and gives all of it back, whatever happens in between. The steps that need a
+fixed order (rulings on hibernation and waking) are methods of `Live`; when they happen is the driver's
+decision, and this module must not know states, the store or policy.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import trio
 
-from microvm.agentlink import AgentLink, GuestStreamHandler, Identity, open_link
+from microvm.agentlink import AgentLink, GuestHandler, open_link
 from microvm.errors import GuestError, VmmError
 from microvm.fleet import layout
 from microvm.host.cgroup import CgroupTree
-from microvm.host.files import host_errors
+from microvm.host.files import flush, host_errors
 from microvm.model import AgentGeneration, VmSpec
 from microvm.vmm.base import BootSource, Vmm, VmmKind, VmmPlan
 
@@ -33,6 +33,7 @@ BOOT_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 30.0
 FREEZE_TIMEOUT_S: Final = 20.0
 CLEANUP_TIMEOUT_S: Final = 10.0
+ENTROPY_BYTES: Final = 64  # twice the kernel's seed (drivers/char/random.c)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,19 @@ class Live:
                 await self._continued.wait()
 
     async def greet(
-        self, generation: AgentGeneration, *, identity: Identity | None = None, timeout_s: float = HELLO_TIMEOUT_S
+        self,
+        generation: AgentGeneration,
+        *,
+        machine_id: str | None = None,
+        hostname: str | None = None,
+        timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         """Hello, clock, entropy, identity — and only then the thaw. The vCPUs must be running.
+
+        Args:
+            generation: The guest is this from now on.
+            machine_id, hostname: Who it is from now on; None leaves it as it is.
+            timeout_s: For the hello.
 
         Raises:
             GuestError: The guest did not answer or refused; nothing of the user's has run.
@@ -91,8 +102,9 @@ class Live:
         await self._guest(
             self.link.configure(
                 realtime_ns=time.time_ns(),
-                entropy=secrets.token_bytes(64),
-                identity=identity,
+                entropy=secrets.token_bytes(ENTROPY_BYTES),
+                machine_id=machine_id,
+                hostname=hostname,
                 timeout_s=CALL_TIMEOUT_S,
             )
         )
@@ -114,7 +126,7 @@ class Live:
         await self.vmm.stop()
 
     async def sync_memory(self) -> None:
-        """fsync of RAM and disk. An error means that data may be gone: the VM must not run on.
+        """Fsync of RAM and disk. An error means that data may be gone: the VM must not run on.
 
         Raises:
             HostError: The first error of either file.
@@ -124,7 +136,7 @@ class Live:
 
     async def flush_memory(self) -> None:
         """Writes dirty RAM pages out while the guest runs, so that the fsync after the stop is short."""
-        await run_host(self.host.limiter, "flush", "RAM", os.fdatasync, self.ram_fd)
+        await run_host(self.host.limiter, "flush", "RAM", flush, self.ram_fd)
 
     def death(self) -> VmmError:
         """The error that says how the VMM ended, with the console's last lines."""
@@ -162,9 +174,9 @@ async def open_live(
     slot: int,
     directory: Path,
     logs: Path,
-    on_guest_stream: GuestStreamHandler,
+    on_guest_stream: GuestHandler,
     boot: BootSource | None = None,
-) -> AsyncIterator[Live]:
+) -> AsyncGenerator[Live]:
     """Starts a VMM over the RAM and disk in `directory`, with its channel connected and nothing loaded yet.
 
     Args:
@@ -172,7 +184,8 @@ async def open_live(
         label: For logs and process arguments.
         spec: The machine's size.
         slot: Whose UID the VMM runs as.
-        directory: Holds the files `ram` and `disk`, root's, 0600; they belong to the slot's UID inside the block.
+        directory: Holds the files `ram` and `disk`, root's, 0600; they belong to the slot's UID inside the
+            block.
         logs: Holds the console log.
         on_guest_stream: Takes the streams that the guest opens.
         boot: What to boot; None to load a checkpoint.
@@ -207,7 +220,7 @@ async def open_live(
 
 
 @contextlib.contextmanager
-def _lent(path: Path, uid: int) -> Iterator[int]:
+def _lent(path: Path, uid: int) -> Generator[int]:
     """An open file that belongs to `uid` inside the block and to root again after it."""
     fd = layout.open_rw(path)
     try:
@@ -216,7 +229,9 @@ def _lent(path: Path, uid: int) -> Iterator[int]:
         try:
             yield fd
         finally:
-            with contextlib.suppress(OSError):  # the sweep of a later start would find a foreign owner and mend it
+            with contextlib.suppress(
+                OSError
+            ):  # the sweep of a later start would find a foreign owner and mend it
                 os.fchown(fd, 0, 0)
     finally:
         os.close(fd)

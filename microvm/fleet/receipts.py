@@ -1,7 +1,7 @@
 """Retries: a request id has one effect, whatever the network does.
 
-`Receipts.once` asks `policy.receipts`, writes the receipt before the work, and records how it ended. Twins that arrive
-while the work runs wait for its answer. This module must not know what the work is.
+`Receipts.once` asks `policy.receipts`, writes the receipt before the work, and records how it ended. Twins
+that arrive while the work runs wait for its answer. This module must not know what the work is.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Receipts:
         finally:
             if running.answer is None and running.error is None:
                 running.error = MicrovmError(
-                    "outcome_unknown", "The service was interrupted during this request; see vm_list and vm_status."
+                    "outcome_unknown",
+                    "The service was interrupted during this request; see vm_list and vm_status.",
                 )
             self._end(key, event, stored=begun.committed)
             running.done.set()
@@ -164,7 +165,8 @@ class Receipts:
         del self._running[key]
         self._ledgers[key[0]], effects = policy.decide(self._ledgers[key[0]], event, time.time())
         if stored or not isinstance(event, Refuse):
-            # Nobody waits for this commit: if it is lost the receipt stays pending, and a restart makes it unknown.
+            # Nobody waits for this commit: if it is lost the receipt stays pending, and a restart makes it
+            # unknown.
             self._nursery.start_soon(self._save_later, effects)
 
     async def _save_later(self, effects: tuple[Effect, ...]) -> None:

@@ -1,7 +1,9 @@
-"""Start-up: what the last run left is looked at, decided by `policy.recovery`, and put in order before anything listens.
+"""Start-up: what the last run left is looked at, decided by `policy.recovery`, and put in order before
+anything listens.
 
-Leftover cgroups are killed and removed by their mark first, so that nothing runs while files are looked at. Files of
-VMs that the store does not know are scratch of an unfinished creation or destruction and are removed. Nothing that
+Leftover cgroups are killed and removed by their mark first, so that nothing runs while files are looked at.
+Files of VMs that the store does not know are scratch of an unfinished creation or destruction and are
+removed. Nothing that
 the service did not make is ever touched: only names below its own two directories are looked at.
 """
 
@@ -41,9 +43,11 @@ async def recover(store: Store, loaded: Loaded, places: Layout) -> list[tuple[Vm
         jobs[job.vm_id].append(job)
     kept: list[tuple[VmRecord, list[JobRecord]]] = []
     for record in loaded.vms:
-        outcome = recovery.decide(_find(record, intents[record.vm_id], places))
+        outcome = recovery.decide(_find(record, places))
         if not isinstance(outcome, Keep):
-            log.warning("recovered", extra={"vm_id": record.vm_id, "was": record.state, "outcome": repr(outcome)})
+            log.warning(
+                "recovered", extra={"vm_id": record.vm_id, "was": record.state, "outcome": repr(outcome)}
+            )
         settled = await _settle(store, record, jobs[record.vm_id], intents[record.vm_id], outcome, places)
         if settled is not None:
             kept.append(settled)
@@ -52,7 +56,7 @@ async def recover(store: Store, loaded: Loaded, places: Layout) -> list[tuple[Vm
     return kept
 
 
-def _find(record: VmRecord, intents: list[Intent], places: Layout) -> Found:
+def _find(record: VmRecord, places: Layout) -> Found:
     directory = places.vm(record.vm_id)
     manifest = checkpoint.read(directory)
     mine = manifest is not None and manifest.owner == record.vm_id
@@ -60,7 +64,6 @@ def _find(record: VmRecord, intents: list[Intent], places: Layout) -> Found:
         record,
         disk=(directory / layout.DISK).is_file(),
         manifest=Generation(manifest.generation) if manifest is not None and mine else None,
-        op=intents[-1].op if intents else None,
     )
 
 
@@ -74,7 +77,9 @@ async def _settle(
 ) -> tuple[VmRecord, list[JobRecord]] | None:
     """Commits what a VM is from now on; None where it is gone."""
     now = time.time()
-    closing: list[Write[None]] = [writes.done(intent.intent_id, f"recovered: {outcome}", now) for intent in intents]
+    closing: list[Write[None]] = [
+        writes.done(intent.intent_id, f"recovered: {outcome}", now) for intent in intents
+    ]
     if isinstance(outcome, Remove):
         layout.remove_tree(places.vm(record.vm_id))
         layout.remove_tree(places.logs(record.vm_id))
@@ -83,7 +88,12 @@ async def _settle(
     changes: dict[str, object] = {"slot": None}
     match outcome:
         case RollForward(_, generation):
-            changes |= {"state": VmState.HIBERNATED, "since": now, "checkpoint_generation": generation, "reason": None}
+            changes |= {
+                "state": VmState.HIBERNATED,
+                "since": now,
+                "checkpoint_generation": generation,
+                "reason": None,
+            }
         case RollBack():
             changes |= {"state": VmState.HIBERNATED, "since": now, "reason": None}
         case Fail(_, reason):

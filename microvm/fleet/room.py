@@ -1,7 +1,7 @@
 """Who holds what of the host: `policy.admission`'s ledger, kept for the whole service.
 
-Asking, granting and marking are one synchronous step; the only awaits are for others to go to rest first. A slot is
-held by a live VM only. This module must not know what is done with the room.
+Asking, granting and marking are one synchronous step; the only awaits are for others to go to rest first. A
+slot is held by a live VM only. This module must not know what is done with the room.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Room:
         return self._granted(self._decide(event))
 
     async def wake(self, vm_id: VmId, workspace_id: WorkspaceId) -> int:
-        """Room for a VM to be live again, if need be after others that are past their idle time were put to rest.
+        """Room for a VM to be live again, if need be after others that are past their idle time were put to
+        rest.
 
         Raises:
             CapacityError: There is none; nothing is marked.

@@ -1,13 +1,14 @@
 """The fleet's own beginning and end: recover before anything listens; drain from the inside out.
 
-`open_fleet` yields a fleet whose VMs are what the contract says they are after whatever the last run went through.
-`drain` is the way out that loses nothing; leaving the context without it kills what runs, and the next start says so.
+`open_fleet` yields a fleet whose VMs are what the contract says they are after whatever the last run went
+through. `drain` is the way out that loses nothing; leaving the context without it kills what runs, and the
+next start says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
@@ -56,7 +57,7 @@ async def open_fleet(
     cgroups: CgroupTree,
     image: Image,
     platform: checkpoint.Platform,
-) -> AsyncIterator[Fleet]:
+) -> AsyncGenerator[Fleet]:
     """Recovers, then yields a running fleet.
 
     Args:
@@ -99,7 +100,8 @@ async def open_fleet(
 
 
 async def drain(fleet: Fleet, budget_s: float) -> None:
-    """Checkpoints everything that runs, a few at a time, within `budget_s`; what is over it is killed and failed.
+    """Checkpoints everything that runs, a few at a time, within `budget_s`; what is over it is killed and
+    failed.
 
     Requests must have ended or been cancelled by then; waiters get `draining` at once.
     """

@@ -1,7 +1,8 @@
 """Templates: machines that were booted once, so that creating a VM is a reflink and a resume.
 
-One template exists per image × VMM closure × accelerator × memory × vCPUs × network. The first creation of an unseen
-combination waits for its build; others that want the same one wait for the same build. Nothing of a workspace is
+One template exists per image × VMM closure × accelerator × memory × vCPUs × network. The first creation of an
+unseen combination waits for its build; others that want the same one wait for the same build. Nothing of a
+workspace is
 ever in a template: it is booted, its supervisor answers, the no-op command is run once so that the first real
 command finds its programs in memory, and it is saved. This module must not know VMs or workspaces.
 """
@@ -13,14 +14,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import trio
 
-from microvm.agentlink import GuestStream
+from microvm.agentlink import GuestCall
 from microvm.errors import CapacityError, MicrovmError, first_error
 from microvm.fleet import layout
 from microvm.fleet.image import Image
@@ -93,7 +94,7 @@ class Templates:
     @contextlib.asynccontextmanager
     async def lend(
         self, spec: VmSpec, progress: Callable[[float, str], None] | None = None
-    ) -> AsyncIterator[Template]:
+    ) -> AsyncGenerator[Template]:
         """The template for `spec`, built now if there is none yet; it stays until the block ends.
 
         Raises:
@@ -114,7 +115,9 @@ class Templates:
             await waiter.answered.wait()
         except trio.Cancelled:
             # A grant that came with the cancellation counts: the template is not in use any more.
-            self._tell(policy.Done(key) if self._waiters.pop(number, None) is None else policy.Leave(key, number))
+            self._tell(
+                policy.Done(key) if self._waiters.pop(number, None) is None else policy.Leave(key, number)
+            )
             raise
         if waiter.error is not None:
             raise waiter.error
@@ -143,7 +146,9 @@ class Templates:
                 self._waiters.pop(number).answered.set()
             case policy.Deny(number, code, message):
                 waiter = self._waiters.pop(number)
-                waiter.error = CapacityError(code, message) if code == "draining" else MicrovmError(code, message)
+                waiter.error = (
+                    CapacityError(code, message) if code == "draining" else MicrovmError(code, message)
+                )
                 waiter.answered.set()
             case policy.Destroy(key):
                 self._ready.pop(key, None)
@@ -179,9 +184,14 @@ class Templates:
             return None
         try:
             manifest = checkpoint.verify(
-                directory, owner=key, generation=TEMPLATE_GENERATION, here=self._platform, ram_fd=ram_fd, disk_fd=disk_fd
+                directory,
+                owner=key,
+                generation=TEMPLATE_GENERATION,
+                here=self._platform,
+                ram_fd=ram_fd,
+                disk_fd=disk_fd,
             )
-        except checkpoint.CheckpointMismatch as error:
+        except checkpoint.CheckpointMismatchError as error:
             log.warning("template discarded", extra={"template": key, "why": error.message})
             layout.remove_tree(directory)
             return None
@@ -221,7 +231,12 @@ class Templates:
                     await live.link.sync(timeout_s=CALL_TIMEOUT_S)
                     await live.freeze_and_stop()
                     manifest = await save_checkpoint(
-                        live, work, owner=key, generation=TEMPLATE_GENERATION, spec=spec, platform=self._platform
+                        live,
+                        work,
+                        owner=key,
+                        generation=TEMPLATE_GENERATION,
+                        spec=spec,
+                        platform=self._platform,
                     )
             (work / layout.CONSOLE).unlink(missing_ok=True)
             with host_errors("rename", final):
@@ -247,8 +262,8 @@ async def save_checkpoint(
 ) -> checkpoint.Manifest:
     """Saves a stopped VM's device state beside its RAM and disk and commits the manifest.
 
-    When this returns the checkpoint survives a power loss. The order is fixed: state, fsync of state, RAM and disk,
-    then the manifest's rename.
+    When this returns the checkpoint survives a power loss. The order is fixed: state, fsync of state, RAM and
+    disk, then the manifest's rename.
 
     Raises:
         FsyncError: RAM or disk may have lost data: the VM must not run on.
@@ -295,5 +310,6 @@ class FsyncError(MicrovmError):
         super().__init__("vm_failed", f"Saving the VM's memory failed and data may be lost: {cause.message}")
 
 
-async def _no_guest_streams(stream: GuestStream) -> None:
-    """A template's guest has nothing to say; its streams are ignored."""
+async def _no_guest_streams(_call: GuestCall) -> Mapping[str, Any]:
+    """A template's guest runs no jobs and so has nothing to tell."""
+    return {}

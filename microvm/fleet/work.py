@@ -1,20 +1,20 @@
 """What calls do in one VM's guest: commands, their output, files; and what the guest tells by itself.
 
-Every call here takes the VM through `driver.use`, which wakes it and keeps it awake for the call. Reading what the
-host holds already takes nothing. Errors of the guest come out as they are; a command whose start may or may not have
-happened is `OutcomeUnknownError`.
+Every call here takes the VM through `driver.use`, which wakes it and keeps it awake for the call. Reading
+what the host holds already takes nothing. Errors of the guest come out as they are; a command whose start may
+or may not have happened is `OutcomeUnknownError`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Literal
 
 import trio
 from pydantic import TypeAdapter
 
-from microvm.agentlink import GuestStream
+from microvm.agentlink import GuestCall
 from microvm.errors import CapacityError, GuestError, MicrovmError
 from microvm.fleet.driver import VmDriver
 from microvm.fleet.jobs import ACTIVE, STREAMS, JobTable
@@ -22,8 +22,8 @@ from microvm.fleet.live import CALL_TIMEOUT_S, Live
 from microvm.fleet.log import log
 from microvm.fleet.receipts import Begun, OutcomeUnknownError
 from microvm.model import PAGE_BYTES, ExecSpec, FileChunk, JobId, JobRecord, JobState, OutputPage
-from microvm.store import Store, new_job_id, writes
-from microvm.wire.agent import JobSummary
+from microvm.store import new_job_id, writes
+from microvm.wire.agent import INLINE_BYTES, JobSummary
 
 JOB_JSON: Final = TypeAdapter(JobRecord)
 COMMAND_SHOWN: Final = 200
@@ -34,14 +34,20 @@ PULL_BYTES: Final = 1 << 20
 
 
 class GuestWork:
-    """The work of one VM."""
+    """The work of one VM.
 
-    def __init__(self, driver: VmDriver, jobs: JobTable, store: Store) -> None:
+    Args:
+        driver, jobs: The VM's.
+        nursery: The service's; copies output to the host while no caller waits.
+    """
+
+    def __init__(self, driver: VmDriver, jobs: JobTable, nursery: trio.Nursery) -> None:
         self._driver = driver
         self._jobs = jobs
-        self._store = store
+        self._pulling = nursery
 
-    # ---- commands -----------------------------------------------------------------------------------------------------
+    # ---- commands
+    # -----------------------------------------------------------------------------------------------------
 
     async def start(self, spec: ExecSpec, begun: Begun) -> dict[str, Any]:
         """Starts a command; the answer is the job as a receipt records it.
@@ -74,16 +80,7 @@ class GuestWork:
 
     async def _exec(self, live: Live, job_id: JobId, spec: ExecSpec, env: dict[str, str]) -> None:
         try:
-            await live.link.exec(
-                job_id=job_id,
-                command=spec.command,
-                cwd=spec.cwd or ".",
-                env={**env, **spec.env},
-                stdin=spec.stdin or b"",
-                timeout_s=spec.timeout_seconds,
-                output_limit_bytes=spec.output_limit_kib * 1024,
-                deadline_s=CALL_TIMEOUT_S,
-            )
+            await live.link.exec(job_id, spec, env={**env, **spec.env}, timeout_s=CALL_TIMEOUT_S)
         except GuestError as error:
             if error.code not in {"guest_unreachable", "guest_timeout"}:
                 raise
@@ -121,12 +118,13 @@ class GuestWork:
         if job.state is JobState.LOST or (job.state is JobState.COMPLETED and not job.background_processes):
             return job
         async with self._driver.use() as live:
-            summary = await live.link.job_cancel(job.job_id, deadline_s=CALL_TIMEOUT_S)
+            summary = await live.link.job_cancel(job.job_id, timeout_s=CALL_TIMEOUT_S)
             self._jobs.heard(summary)
             self._driver.jobs_changed()
         return self._jobs.get(job_id)
 
-    # ---- output -------------------------------------------------------------------------------------------------------
+    # ---- output
+    # -------------------------------------------------------------------------------------------------------
 
     async def output(
         self, job_id: str, cursor: tuple[int, int], max_bytes: int, wait_s: float, draining: trio.Event
@@ -150,26 +148,28 @@ class GuestWork:
         async with self._driver.use() as live:
             data: list[bytes] = []
             for name, offset in zip(STREAMS, cursor, strict=True):
-                part, summary = await live.link.job_output(
-                    job.job_id, name, offset, max_bytes, deadline_s=CALL_TIMEOUT_S
+                summary, part = await live.link.job_output(
+                    job.job_id, name, offset=offset, length=max_bytes, timeout_s=CALL_TIMEOUT_S
                 )
                 data.append(part)
                 job = self._jobs.heard(summary) or job
         return _page(job, cursor, (data[0], data[1]))
 
-    async def on_guest_stream(self, stream: GuestStream) -> None:
+    async def on_guest_call(self, call: GuestCall) -> Mapping[str, Any]:
         """What the guest says by itself: that a job ended, or that what a finished one left behind is gone."""
-        if stream.op not in {"job_ended", "job_emptied"}:
-            await stream.refuse("invalid_argument", f"unknown operation {stream.op!r}")
-            return
-        summary, output = await stream.job_event()
+        if call.op not in {"job_ended", "job_changed"}:
+            raise GuestError("invalid_argument", f"there is no operation {call.op[:32]!r}")
+        summary = JobSummary.parse(call.args)
+        inline = call.args.get("inline") is True
+        body = await call.read_all(most=2 * INLINE_BYTES)
         job = self._jobs.heard(summary)
-        if job is not None and stream.op == "job_ended" and output is not None:
-            self._keep(job, output)
         self._driver.jobs_changed()
-        await stream.done()
-        if job is not None and stream.op == "job_ended" and output is None:
-            await self._pull(job)
+        if job is not None and call.op == "job_ended":
+            if inline and len(body) == sum(summary.kept):
+                self._keep(job, (body[: summary.kept[0]], body[summary.kept[0] :]))
+            else:
+                self._pulling.start_soon(self._pull, job)
+        return {}
 
     def _keep(self, job: JobRecord, output: tuple[bytes, bytes]) -> None:
         try:
@@ -189,12 +189,16 @@ class GuestWork:
             return
         self._keep(job, (parts[0], parts[1]))
 
-    # ---- files --------------------------------------------------------------------------------------------------------
+    # ---- files
+    # --------------------------------------------------------------------------------------------------------
 
     async def read_file(self, path: str, offset: int, length: int) -> FileChunk:
         """A part of a file below /workspace."""
         async with self._driver.use() as live:
-            return await live.link.read_file(path, offset, length, deadline_s=CALL_TIMEOUT_S)
+            part, content = await live.link.read_file(
+                path, offset=offset, length=length, timeout_s=CALL_TIMEOUT_S
+            )
+        return FileChunk(content, part.offset, part.size, part.eof, part.mode, part.modified_at_ns / 1e9)
 
     async def write_file(
         self, path: str, content: bytes, *, offset: int | None, truncate: bool, mode: str, make_parents: bool
@@ -208,16 +212,16 @@ class GuestWork:
                 truncate=truncate,
                 mode=mode,
                 make_parents=make_parents,
-                deadline_s=CALL_TIMEOUT_S,
+                timeout_s=CALL_TIMEOUT_S,
             )
 
 
-async def _pull_stream(live: Live, job_id: JobId, name: str, kept: int) -> bytes:
+async def _pull_stream(live: Live, job_id: JobId, name: Literal["stdout", "stderr"], kept: int) -> bytes:
     parts: list[bytes] = []
     offset = 0
     while offset < kept:
-        part, _ = await live.link.job_output(
-            job_id, name, offset, min(PULL_BYTES, kept - offset), deadline_s=CALL_TIMEOUT_S
+        _, part = await live.link.job_output(
+            job_id, name, offset=offset, length=min(PULL_BYTES, kept - offset), timeout_s=CALL_TIMEOUT_S
         )
         if not part:
             break
@@ -247,4 +251,6 @@ async def _unless(draining: trio.Event, wait: Callable[[], Awaitable[object]]) -
         await wait()
         nursery.cancel_scope.cancel(reason="the wait is over")
     if draining.is_set():
-        raise CapacityError("draining", "The service is shutting down; ask again when it is back.", retry_after_s=10.0)
+        raise CapacityError(
+            "draining", "The service is shutting down; ask again when it is back.", retry_after_s=10.0
+        )

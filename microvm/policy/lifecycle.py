@@ -1,16 +1,15 @@
 """Every transition of a VM, in one table, without I/O.
 
-`decide(facts, event)` answers with a `Step` (next state and the effects to run), a `Refusal` (nothing changes), or
-`LATER` (an effect is under way; ask again when it ends). A pair that is not in the table is refused with the
-state in the message. The driver in `fleet` gathers the facts, runs the effects and feeds every completion and
-failure back as an event; nothing else may change a VM's state.
+`decide(facts, event)` answers with a `Step` (next state and the effects to run), a `Refusal` (nothing
+changes), or `LATER` (an effect is under way; ask again when it ends). A pair that is not in the table is
+refused with the state in the message. The driver in `fleet` gathers the facts, runs the effects and feeds
+every completion and failure back as an event; nothing else may change a VM's state.
 
     creating  → running | failed | (gone)
     running   ⇄ paused
     running, paused → hibernating → hibernated      on failure before the commit back to the state before
-    hibernated → resuming → running                 on failure before the checkpoint is spent back to hibernated
-    running, paused → stopping → stopped
-    stopped, failed, hibernated → booting → running | failed
+    hibernated → resuming → running                 on failure before the checkpoint is spent back to
+    hibernated running, paused → stopping → stopped stopped, failed, hibernated → booting → running | failed
     any → destroying → (gone)
 """
 
@@ -48,7 +47,8 @@ class Facts:
     reason: str | None = None
 
 
-# ---- events: requests -------------------------------------------------------------------------------------------------
+# ---- events: requests
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class Drain:
     """The service ends: save what runs."""
 
 
-# ---- events: completions ----------------------------------------------------------------------------------------------
+# ---- events: completions
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class OutOfSpace:
 Event = Use | Suspend | Resume | Stop | Destroy | Idle | Drain | Done | Failed | VmmDied | OutOfSpace
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------------
+# ---- answers
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +214,23 @@ def decide(facts: Facts, event: Event) -> Answer:
         event: A request or a completion.
 
     Returns:
-        A `Step` to commit and run, `STAY` when the VM is there already, `LATER` when the request must wait for the
-        effect under way, or a `Refusal` with the public code.
+        A `Step` to commit and run, `STAY` when the VM is there already, `LATER` when the request must wait
+        for the effect under way, or a `Refusal` with the public code.
     """
     rule = _TABLE.get((facts.state, type(event)))
     if rule is not None:
         return rule(facts, event)
-    if facts.state not in SETTLED and facts.state is not S.DESTROYING and not isinstance(event, Done | Failed):
+    if (
+        facts.state not in SETTLED
+        and facts.state is not S.DESTROYING
+        and not isinstance(event, Done | Failed)
+    ):
         return LATER
     return _refuse(facts, event)
 
 
-# ---- rules ------------------------------------------------------------------------------------------------------------
+# ---- rules
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _refuse(facts: Facts, event: Event) -> Refusal:
@@ -273,7 +280,9 @@ def _suspend_hibernated(_facts: Facts, event: Event) -> Answer:
     assert isinstance(event, Suspend)
     if event.mode is SuspendMode.HIBERNATE:
         return STAY
-    return Refusal("invalid_state", "The VM is hibernated, which is more than paused; vm_resume wakes it first.")
+    return Refusal(
+        "invalid_state", "The VM is hibernated, which is more than paused; vm_resume wakes it first."
+    )
 
 
 def _idle(facts: Facts, event: Event) -> Answer:
@@ -286,13 +295,17 @@ def _idle(facts: Facts, event: Event) -> Answer:
 def _resume_running(_facts: Facts, event: Event) -> Answer:
     assert isinstance(event, Resume)
     if event.cold_boot:
-        return Refusal("invalid_state", "The VM is running; a cold boot needs it hibernated, stopped or failed.")
+        return Refusal(
+            "invalid_state", "The VM is running; a cold boot needs it hibernated, stopped or failed."
+        )
     return STAY
 
 
 def _unpause(_facts: Facts, event: Event) -> Answer:
     if isinstance(event, Resume) and event.cold_boot:
-        return Refusal("invalid_state", "The VM is paused; a cold boot needs it hibernated, stopped or failed.")
+        return Refusal(
+            "invalid_state", "The VM is paused; a cold boot needs it hibernated, stopped or failed."
+        )
     return Step(S.RUNNING, UNPAUSE)
 
 

@@ -1,9 +1,10 @@
 """A checkpoint's manifest: what belongs together, and whether it may be loaded here.
 
-A checkpoint is memfile + vmstate + disk + manifest, bound by one generation number; nothing in a VMM checks that
-they belong together, so this does. The small file (vmstate) is covered by SHA-256; memfile and disk are covered
-by inode, size and modification time as they were after their fsync, not by a hash: bit rot inside gigabytes is
-not seen, and the documentation says so. The manifest's rename is a hibernation's commit point. This module
+A checkpoint is memfile + vmstate + disk + manifest, bound by one generation number; nothing in a VMM checks
+that they belong together, so this does. The small file (vmstate) is covered by SHA-256; memfile and disk are
+covered
+by inode, size and modification time as they were after their fsync, not by a hash: bit rot inside gigabytes
+is not seen, and the documentation says so. The manifest's rename is a hibernation's commit point. This module
 reads and writes files and must not know VMMs, guests or tables.
 
 Source: the contract's rulings on manifests and their order (§8 storage, §3 states).
@@ -94,7 +95,7 @@ class Manifest:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class CheckpointMismatch(RequestError):
+class CheckpointMismatchError(RequestError):
     """A checkpoint that must not be loaded here; the detail says what differs."""
 
     def __init__(self, why: str, detail: Mapping[str, Any] | None = None) -> None:
@@ -162,30 +163,30 @@ def verify(
         ram_fd, disk_fd: The open memfile and disk.
 
     Raises:
-        CheckpointMismatch: Something is missing, truncated, foreign, changed, or does not fit this host.
+        CheckpointMismatchError: Something is missing, truncated, foreign, changed, or does not fit this host.
     """
     manifest = read(directory)
     if manifest is None:
-        raise CheckpointMismatch("its manifest is missing or damaged")
+        raise CheckpointMismatchError("its manifest is missing or damaged")
     if manifest.owner != owner:
-        raise CheckpointMismatch("it belongs to another VM", {"owner": manifest.owner})
+        raise CheckpointMismatchError("it belongs to another VM", {"owner": manifest.owner})
     if generation is not None and manifest.generation != generation:
-        raise CheckpointMismatch(
+        raise CheckpointMismatchError(
             "its generation is not the VM's", {"manifest": manifest.generation, "vm": generation}
         )
     if differences := manifest.platform.differences(here):
-        raise CheckpointMismatch("it was made by another platform", differences)
+        raise CheckpointMismatchError("it was made by another platform", differences)
     for name, fd, mark in (("memory", ram_fd, manifest.ram), ("disk", disk_fd, manifest.disk)):
         if FileMark.of(fd) != mark:
-            raise CheckpointMismatch(f"the {name} file was replaced or changed since it was saved")
+            raise CheckpointMismatchError(f"the {name} file was replaced or changed since it was saved")
     try:
         state_fd = os.open(directory / manifest.state_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise CheckpointMismatch("its device state is missing") from error
+        raise CheckpointMismatchError("its device state is missing") from error
     try:
         found = sha256_of(state_fd)
     finally:
         os.close(state_fd)
     if found != (manifest.state_sha256, manifest.state_bytes):
-        raise CheckpointMismatch("its device state is damaged")
+        raise CheckpointMismatchError("its device state is damaged")
     return manifest

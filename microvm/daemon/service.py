@@ -1,0 +1,257 @@
+"""The service's life: check, recover, listen; and on the first SIGTERM stop listening, save everything, end.
+
+    lock ► store ► image, closure, accelerator ► cgroups ► fleet (recovers) ► web (listens last)
+    SIGTERM: web stops (5 s) ► template builds end ► VMs are checkpointed ► the rest
+
+The second SIGTERM ends the process where it arrives. A crash of a part asks for the same way out; it never
+unwinds over running VMs. This module wires and must not decide anything about VMs or requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Final
+
+import trio
+
+from microvm import __version__
+from microvm.daemon import logs
+from microvm.daemon.settings import Settings
+from microvm.errors import MicrovmError, first_error
+from microvm.fleet import (
+    Fleet,
+    FleetSettings,
+    Image,
+    Layout,
+    open_fleet,
+    open_image,
+    place_base,
+    verify_image,
+)
+from microvm.fleet.room import BUILD_SLOT
+from microvm.fleet.service import drain
+from microvm.host.cgroup import CgroupTree, find_hierarchy
+from microvm.host.clock import host_tsc_khz
+from microvm.host.files import hold_lock, host_errors
+from microvm.host.volume import check_reflink
+from microvm.model import Quota
+from microvm.store import Store, checkpoint, open_store
+from microvm.vmm.closure import open_closure
+from microvm.vmm.command import CPU_MODEL
+from microvm.vmm.probe import ProbeGuest, choose_accelerator
+from microvm.vmm.qemu import QemuKind
+from microvm.web.serve import serve_web
+from microvm.web.server import Bound
+from microvm.web.settings import WebSettings
+
+log: Final = logging.getLogger("microvm.daemon")
+
+WEB_GRACE_S: Final = 5.0  # long polls and stalled readers never end by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A service that accepts connections."""
+
+    bound: Bound
+    fleet: Fleet
+    store: Store
+
+
+async def run_service(
+    settings: Settings, *, task_status: trio.TaskStatus[Running] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Runs the service until it is told to stop, and saves what runs.
+
+    Must be called on the main thread: VMMs are started there and die with it.
+
+    Raises:
+        HostError: It cannot be started; the message says what to mend.
+    """
+    logs.configure(settings.log_level)
+    failure: MicrovmError | None = None
+    try:
+        await _run(settings, task_status)
+    except* MicrovmError as group:
+        failure = first_error(group)
+    if failure is not None:
+        raise failure
+    log.info("ended")
+
+
+async def _run(settings: Settings, task_status: trio.TaskStatus[Running]) -> None:
+    stop = trio.Event()
+    with _signals(stop):
+        async with _open_parts(settings) as (fleet, store):
+            async with trio.open_nursery() as nursery:
+                bound = await nursery.start(_serve, settings, fleet, store, stop)
+                _announce(settings, fleet, bound)
+                task_status.started(Running(bound, fleet, store))
+                await stop.wait()
+                log.info("draining", extra={"vms": len(fleet.vms)})
+                fleet.draining.set()
+                fleet.parts.templates.drain()
+            await drain(fleet, settings.drain_seconds - WEB_GRACE_S)
+
+
+async def _serve(
+    settings: Settings, fleet: Fleet, store: Store, stop: trio.Event, *, task_status: trio.TaskStatus[Bound]
+) -> None:
+    """The doors; a crash of theirs asks for the drain."""
+    web = WebSettings(
+        listen=settings.listen,
+        service_socket=str(settings.socket),
+        admin_socket=str(settings.admin_socket),
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
+        version=__version__,
+        grace_s=WEB_GRACE_S,
+    )
+    bound: Bound | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            serve = partial(serve_web, stop=stop, ready=lambda: not fleet.draining.is_set())
+            bound = await nursery.start(serve, web, fleet, store.authenticate)
+            assert bound is not None
+            task_status.started(bound)
+    except* Exception as group:
+        if bound is None:
+            raise
+        log.exception("the web server crashed; saving everything and ending", exc_info=group)
+        stop.set()
+
+
+@contextlib.asynccontextmanager
+async def _open_parts(settings: Settings) -> AsyncGenerator[tuple[Fleet, Store]]:
+    """Everything below the doors, in order; each check that fails says what to do."""
+    places = Layout(settings.state_dir, settings.vm_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        places.prepare()
+        with host_errors("make directory", settings.socket.parent):
+            settings.socket.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        stack.enter_context(hold_lock(settings.state_dir / "service.lock"))
+        check_reflink(settings.vm_dir)
+        store = await stack.enter_async_context(open_store(settings.state_dir))
+        image = open_image(settings.image)
+        await trio.to_thread.run_sync(verify_image, image, settings.state_dir / "verified.json")
+        await trio.to_thread.run_sync(place_base, image, places)
+        tsc_khz = await trio.to_thread.run_sync(host_tsc_khz)
+        cgroups = CgroupTree(find_hierarchy(), store.instance_id, settings.limits)
+        cgroups.prepare()
+        stack.push_async_callback(cgroups.remove)
+        kind = await _open_kind(stack, settings, image, cgroups, tsc_khz)
+        platform = checkpoint.Platform(
+            vmm=kind.traits.kind,
+            version=kind.version,
+            closure=kind.closure_digest,
+            accel=kind.accelerator.name,
+            cpu=CPU_MODEL,
+            tsc_khz=tsc_khz,
+            image=image.digest,
+        )
+        fleet = await stack.enter_async_context(
+            open_fleet(
+                FleetSettings(
+                    layout=places,
+                    uid_base=settings.uid_base,
+                    budget=_host_budget(settings),
+                    workspace_defaults=settings.workspace.quota,
+                    drain_seconds=settings.drain_seconds,
+                ),
+                store,
+                kind,
+                cgroups,
+                image,
+                platform,
+            )
+        )
+        yield fleet, store
+
+
+async def _open_kind(
+    stack: contextlib.AsyncExitStack, settings: Settings, image: Image, cgroups: CgroupTree, tsc_khz: int
+) -> QemuKind:
+    """QEMU from the image's closure, with the accelerator that really runs guests here."""
+    closure = stack.enter_context(
+        open_closure(
+            image.qemu_closure,
+            image.qemu_digest,
+            version=image.qemu_version,
+            binary=image.qemu_binary,
+            verified_file=settings.state_dir / "closures.json",
+        )
+    )
+    async with cgroups.open_group("accelerator-probe") as group:
+        with image.open_parts() as (kernel_fd, initrd_fd):
+            accelerator = await choose_accelerator(
+                settings.accel,
+                closure,
+                ProbeGuest(
+                    kernel_fd=kernel_fd,
+                    initrd_fd=initrd_fd,
+                    image_digest=image.digest,
+                    directory=settings.vm_dir,
+                    uid=settings.uid_base + BUILD_SLOT,
+                    cgroup_fd=group.fd,
+                    tsc_khz=tsc_khz,
+                ),
+                settings.state_dir / "accelerator.json",
+            )
+    return QemuKind(closure, accelerator, tsc_khz)
+
+
+def _host_budget(settings: Settings) -> Quota:
+    """The host's bounds, with three quarters of its RAM and the volume's size where nothing was set."""
+    ram_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    given = settings.quota
+    return Quota(
+        max_vms=given.max_vms,
+        max_memory_mib=given.max_memory_mib or ram_mib * 3 // 4,
+        max_storage_gib=given.max_storage_gib,
+    )
+
+
+def _announce(settings: Settings, fleet: Fleet, bound: Bound) -> None:
+    """Says what an operator wants to see first."""
+    kind = fleet.parts.host.kind
+    log.info(
+        "listening",
+        extra={
+            "url": bound.url,
+            "socket": bound.service_socket,
+            "vmm": f"{kind.traits.kind} {kind.version}",
+            "accel": kind.accelerator.name,
+            "accel_reason": kind.accelerator.reason,
+            "image": fleet.parts.image.digest,
+            "limits": settings.limits,
+            "vms": len(fleet.vms),
+        },
+    )
+
+
+@contextlib.contextmanager
+def _signals(stop: trio.Event) -> Generator[None]:
+    """First SIGTERM or SIGINT: `stop`. Second: the process ends in the handler, whatever Trio waits for."""
+    token = trio.lowlevel.current_trio_token()
+    asked = False
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        token.run_sync_soon(stop.set)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
