@@ -28,6 +28,7 @@ from microvm.web.mcp_http import McpDoor
 from microvm.web.settings import MAX_BODY_BYTES, WebSettings
 
 BODY_TIMEOUT_S: Final = 60  # 4 MiB at 70 KiB/s; a slower sender is stalling
+RESPONSE_TIMEOUT_S: Final = 60  # for sending a finished answer; streams are bounded by their readers instead
 _OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 _WELL_KNOWN: Final = "/.well-known/"
 _NURSERY: Final = "microvm.nursery"
@@ -57,6 +58,7 @@ def make_app(settings: WebSettings, calls: Calls, access: Access, ready: Callabl
     app.asgi_http_class = RequestConnection
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.config["BODY_TIMEOUT"] = BODY_TIMEOUT_S
+    app.config["RESPONSE_TIMEOUT"] = RESPONSE_TIMEOUT_S
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.url_map.strict_slashes = False
     app.before_request(functools.partial(_enter, access))

@@ -48,7 +48,8 @@ async def serve_web(
     """
     calls = Calls(catalogue, fleet)
     access = Access(settings, authenticate, trio.current_time)
-    server = Server(make_app(settings, calls, access, lambda: ready() and not stop.is_set()))
+    app = make_app(settings, calls, access, lambda: ready() and not stop.is_set())
+    server = Server(app, keep_alive_s=settings.keep_alive_s)
 
     async def drain() -> None:
         calls.refuse()

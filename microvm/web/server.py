@@ -37,7 +37,6 @@ from microvm.web.failures import describe, log
 from microvm.web.settings import WebSettings
 
 BACKLOG: Final = 512  # Hypercorn's 100 overflows when 200 clients reconnect at once
-KEEP_ALIVE_S: Final = 75.0  # above the 60 s after which clients drop idle sockets themselves (hypercorn#68)
 STALL_S: Final = 30.0  # a write that moves nothing for this long has lost its reader
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
@@ -117,14 +116,15 @@ class Server:
 
     Args:
         app: The application.
+        keep_alive_s: Seconds that an idle connection stays open.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, keep_alive_s: float) -> None:
         self.config = Config()
         self.config.accesslog = None
         self.config.errorlog = log
         self.config.include_server_header = False
-        self.config.keep_alive_timeout = KEEP_ALIVE_S
+        self.config.keep_alive_timeout = keep_alive_s
         self.config.keep_alive_max_requests = 1 << 40
         self.app = ASGIWrapper(app)
         self.context = WorkerContext(None)

@@ -25,6 +25,7 @@ class WebSettings:
         allowed_origins: `Origin` values that browsers may come from, besides loopback ones of a loopback listener.
         version: The service's version.
         grace_s: Seconds that requests have to end after the stop.
+        keep_alive_s: Seconds that an idle connection stays open.
         call_limit_s: Seconds after which a call over HTTP is answered anyway (contract: under 60).
     """
 
@@ -35,6 +36,7 @@ class WebSettings:
     allowed_origins: tuple[str, ...] = ()
     version: str = "0"
     grace_s: float = 5.0
+    keep_alive_s: float = 75.0  # above the 60 s after which clients drop idle sockets themselves (hypercorn#68)
     call_limit_s: float = 58.0
 
     @property
