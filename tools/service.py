@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,12 +82,30 @@ def find_running(settings: Settings) -> Running | None:
 
 
 def is_ready(settings: Settings) -> bool:
-    """Whether the service says that it can work."""
+    """Whether the service says that it can work; asked on its socket, which is its alone."""
+    transport = httpx2.HTTPTransport(uds=str(settings.socket), verify=False)
     try:
-        response = httpx2.get(f"http://{settings.listen}/readyz", timeout=5, trust_env=False)
+        with httpx2.Client(transport=transport, timeout=5) as client:
+            return client.get("http://localhost/readyz").is_success
     except httpx2.HTTPError:
         return False
-    return response.is_success
+
+
+def check_address(settings: Settings) -> None:
+    """Makes sure that nobody else listens where the service will.
+
+    Raises:
+        FailedError: Somebody does, or the address is not this host's.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise FailedError(
+                f"{settings.listen} cannot be used ({error.strerror}); stop what uses it or give another --port"
+            ) from None
 
 
 def start(settings: Settings, config: Path, mark: str) -> Running:
@@ -95,25 +114,22 @@ def start(settings: Settings, config: Path, mark: str) -> Running:
     Raises:
         FailedError: It ended or did not become ready; the message has its last lines.
     """
+    check_address(settings)
     log = settings.state_dir / "service.log"
     say(f"starting the service; its output goes to {log}")
     if uses_systemd(settings):
         pid, ended = _start_unit(config)
     else:
         pid, ended = _start_process(config, log)
-    ticks = _start_ticks(pid)
-    if ticks is not None:
-        record = Running(pid, ticks, mark)
-        _record_path(settings).write_text(json.dumps(asdict(record)), "utf-8")
+    running = Running(pid, _start_ticks(pid) or 0, mark)
+    _record_path(settings).write_text(json.dumps(asdict(running)), "utf-8")
     deadline = time.monotonic() + READY_S
     while not is_ready(settings):
         if ended() or time.monotonic() > deadline:
             what = "ended" if ended() else f"was not ready within {READY_S:g} s"
             raise FailedError(f"the service {what}; the last lines of {log}:\n{_tail(log)}")
         time.sleep(POLL_S)
-    if ticks is None:
-        raise FailedError(f"another service answers on {settings.listen}; stop it or choose another --port")
-    return Running(pid, ticks, mark)
+    return running
 
 
 def stop(settings: Settings, running: Running) -> None:
