@@ -223,7 +223,7 @@ class ExecSpec:
         env: Added to the VM's own environment; names are shell identifiers, values are secret.
         stdin: Bytes for standard input; None for an empty one.
         timeout_seconds: Run time after which the job is killed; None for no limit.
-        output_limit_kib: Bytes kept across both streams, in KiB (1–16384).
+        output_limit_kib: Bytes kept across both streams, in KiB (1-16384).
     """
 
     command: str

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from microvm.errors import MicrovmError, RequestError, first_error
-from microvm.fleet.effects import EffectFailed, Effects
+from microvm.fleet.effects import EffectError, Effects
 from microvm.fleet.live import Live
 from microvm.fleet.log import log
 from microvm.model import VmRecord, VmState
@@ -116,8 +116,7 @@ class VmDriver:
         self._buried: MicrovmError | None = None
         self._create_error: MicrovmError | None = None
 
-    # ---- for callers
-    # ------------------------------------------------------------------------------------------------
+    # ---- for callers ----
 
     @property
     def busy(self) -> bool:
@@ -226,8 +225,7 @@ class VmDriver:
             self._queue.remove(request)
         self._bell.set()
 
-    # ---- the task
-    # ---------------------------------------------------------------------------------------------------
+    # ---- the task ----
 
     async def serve(self, *, create_intent: int | None = None) -> None:
         """Runs until the VM is gone.
@@ -303,8 +301,7 @@ class VmDriver:
         deadline = self.hibernates_at
         return math.inf if deadline is None else trio.current_time() + max(deadline - time.time(), 0.0)
 
-    # ---- one effect after another
-    # -----------------------------------------------------------------------------------
+    # ---- one effect after another ----
 
     def _start(self, nursery: trio.Nursery, step: Step, cause: _Request | None) -> None:
         self._effect_scope = trio.CancelScope()
@@ -321,7 +318,7 @@ class VmDriver:
             except* MicrovmError as group:
                 # only the journal raises here: nothing was begun, or its end could not be written down
                 error = first_error(group)
-            except* Exception as group:
+            except* Exception as group:  # noqa: BLE001 - the top of one VM: its crash ends this VM only
                 log.exception("driver crashed", extra={"vm_id": self.record.vm_id}, exc_info=group)
                 error = MicrovmError("internal", "The service failed while changing this VM; see its log.")
                 await self._fail_after_crash("the service failed while changing this VM")
@@ -358,7 +355,7 @@ class VmDriver:
             changes = await self.effects.run(effect, _Turn(self, intent, before))
             self.record = self.record.with_(**changes)
             completion = Done()
-        except EffectFailed as failed:
+        except EffectError as failed:
             failure = failed.error
             if effect is lifecycle.CREATE:
                 self._create_error = failure
@@ -440,7 +437,7 @@ class VmDriver:
                 await self._settle(Step(VmState.FAILED, reason=reason), self.record.state)
 
     def _answer_failed(self, error: MicrovmError, cause: _Request | None) -> None:
-        """Those who caused the effect, or wait for the very same, get its failure; others are decided anew."""
+        """Who caused the effect, or waits for the very same, gets its failure; others are decided anew."""
         for request in list(self._queue):
             same = cause is not None and (request is cause or request.event == cause.event)
             if same and request in self._queue:

@@ -1,7 +1,7 @@
 """What a VM's driver can have done: create, pause, hibernate, wake, boot, power off, release, remove.
 
 Each effect is one ordered procedure over files, a VMM and a guest (the orders are rulings of the contract and
-are repeated at each). An effect returns the record's changes, or raises `EffectFailed`, which says whether
+are repeated at each). An effect returns the record's changes, or raises `EffectError`, which says whether
 its point of no return had passed. Decisions are the driver's; this module must not choose what happens next.
 """
 
@@ -53,7 +53,7 @@ class Turn(Protocol):
         ...
 
 
-class EffectFailed(Exception):
+class EffectError(Exception):
     """An effect did not end well.
 
     Args:
@@ -139,7 +139,7 @@ class Effects:
             Changes of the record.
 
         Raises:
-            EffectFailed: With what is true now.
+            EffectError: With what is true now.
         """
         work = {
             lifecycle.CREATE: self._create,
@@ -155,25 +155,25 @@ class Effects:
         error: MicrovmError
         try:
             return await work(turn)
-        except* EffectFailed as group:
+        except* EffectError as group:
             failed: BaseException = group
             while isinstance(failed, BaseExceptionGroup):
                 failed = failed.exceptions[0]
             raise failed from None
         except* MicrovmError as group:
             error = first_error(group)
-        raise EffectFailed(error, guest_lost=self._is_dead())
+        raise EffectError(error, guest_lost=self._is_dead())
 
     def _is_dead(self) -> bool:
         return self.live is None or self.live.vmm.exited.is_set()
 
-    # ---- the VMM's life
-    # -----------------------------------------------------------------------------------------------
+    # ---- the VMM's life ----
 
     async def _start(self, *, boot: bool, slot: int | None = None) -> Live:
         """Starts a VMM over the VM's files; it lives in a task of its own until `release`.
 
         Args:
+            boot: Whether to boot the image's kernel; otherwise a checkpoint will be loaded.
             slot: Granted already; None asks for room.
         """
         assert self._nursery is not None
@@ -244,8 +244,7 @@ class Effects:
             with trio.move_on_after(CLEANUP_TIMEOUT_S, shield=True):
                 await self._closing.wait()
 
-    # ---- effects
-    # ------------------------------------------------------------------------------------------------------
+    # ---- effects ----
 
     async def _create(self, turn: Turn) -> Changes:
         """Template → reflink → load → run → become somebody. Nothing of a failed creation stays."""
@@ -296,7 +295,7 @@ class Effects:
             await live.cont()
             await live.greet(generation)
         except MicrovmError as error:
-            raise EffectFailed(error, committed=True, guest_lost=True) from error
+            raise EffectError(error, committed=True, guest_lost=True) from error
         self.jobs.freeze(frozen=False)
 
     async def _hibernate(self, turn: Turn) -> Changes:
@@ -320,12 +319,12 @@ class Effects:
                 platform=self.parts.platform,
             )
         except FsyncError as error:
-            raise EffectFailed(error, guest_lost=True) from error
+            raise EffectError(error, guest_lost=True) from error
         except MicrovmError as error:
             if self._is_dead():
-                raise EffectFailed(live.death(), guest_lost=True) from error
+                raise EffectError(live.death(), guest_lost=True) from error
             changes = await self._back_to_running(live, record) if was_running else {}
-            raise EffectFailed(error, **changes) from error
+            raise EffectError(error, **changes) from error
         self.jobs.freeze(frozen=True)
         await self.release()
         return {"checkpoint_generation": generation, "slot": None}
@@ -336,7 +335,10 @@ class Effects:
         return {"agent_generation": generation}
 
     async def _wake(self, turn: Turn) -> Changes:
-        """Verify → VMM, channel → load; a failure so far changes nothing → spend → run → hello, clock, thaw."""
+        """Verify → VMM, channel → load → spend → run → hello, clock, thaw.
+
+        A failure before the checkpoint is spent changes nothing.
+        """
         record = turn.record
         started = trio.current_time()
         manifest = await trio.to_thread.run_sync(self._verify, record, limiter=self.parts.host.limiter)
@@ -349,13 +351,13 @@ class Effects:
                 os.close(state_fd)
         except* MicrovmError as group:
             await self.release()
-            raise EffectFailed(first_error(group)) from group
+            raise EffectError(first_error(group)) from group
         generation = AgentGeneration(record.agent_generation + 1)
         try:
             await turn.commit("spent", spent_generation=manifest.generation, agent_generation=generation)
         except MicrovmError as error:
             await self.release()
-            raise EffectFailed(error) from error
+            raise EffectError(error) from error
         await self._run_on(live, generation)
         self._drop_checkpoint(manifest)
         return {"resume_ms": _ms(trio.current_time() - started), "slot": live.slot, "vmm": _vmm(self.parts)}
@@ -437,7 +439,7 @@ class Effects:
 
     def _running(self) -> Live:
         if self.live is None:
-            raise EffectFailed(MicrovmError("vm_failed", "The VM has no VMM."), guest_lost=True)
+            raise EffectError(MicrovmError("vm_failed", "The VM has no VMM."), guest_lost=True)
         return self.live
 
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 Progress = Callable[[float, str], None]
 
 LONGEST_ANSWER_S: Final = 50.0
-"""A creation or wake that takes longer answers with the VM in its transitional state (any answer stays under 60 s)."""
+"""A creation or wake that takes longer answers with the VM as it is by then: any answer stays under 60 s."""
 
 VM_JSON: Final = TypeAdapter(VmRecord)
 
@@ -62,7 +62,10 @@ class Vm:
 
 @dataclass(slots=True, eq=False)
 class Fleet:
-    """All VMs of one service; made by `open_fleet`. It satisfies `catalogue.api.FleetApi`, which documents the calls."""
+    """All VMs of one service; made by `open_fleet`.
+
+    It satisfies `catalogue.api.FleetApi`, which documents the calls.
+    """
 
     parts: Parts
     store: Store
@@ -72,8 +75,7 @@ class Fleet:
     draining: trio.Event = field(default_factory=trio.Event)
     vms: dict[VmId, Vm] = field(default_factory=dict[VmId, Vm])
 
-    # ---- looking
-    # ------------------------------------------------------------------------------------------------------
+    # ---- looking ----
 
     def list_vms(self, p: Principal, *, all_workspaces: bool) -> list[VmView]:
         """The workspace's VMs, oldest first; everybody's for an operator who asks."""
@@ -98,6 +100,10 @@ class Fleet:
                 return vm
         raise RequestError("not_found", "There is no VM with this id; vm_list shows yours.")
 
+    def _is_in(self, vm_id: str, *states: VmState) -> bool:
+        vm = self.vms.get(VmId(vm_id))
+        return vm is not None and vm.driver.record.state in states
+
     def _view(self, vm: Vm) -> VmView:
         record = vm.driver.record
         directory = self.parts.host.layout.vm(record.vm_id)
@@ -110,8 +116,7 @@ class Fleet:
             pid=None if live is None else live.vmm.pid,
         )
 
-    # ---- a VM's life
-    # --------------------------------------------------------------------------------------------------
+    # ---- a VM's life ----
 
     async def create(
         self,
@@ -198,7 +203,7 @@ class Fleet:
         vm_id = vm.driver.record.vm_id
         try:
             await vm.driver.serve(create_intent=create_intent)
-        except* Exception as group:
+        except* Exception as group:  # noqa: BLE001 - the top of one VM: its crash ends this VM only
             log.exception("a VM's driver crashed", extra={"vm_id": vm_id}, exc_info=group)
             with trio.CancelScope(shield=True):
                 await vm.driver.bury("the service failed while driving this VM; see its log")
@@ -209,8 +214,8 @@ class Fleet:
         self, p: Principal, vm_id: str, *, mode: SuspendMode, force: bool, progress: Progress
     ) -> VmView:
         """Pauses or hibernates; a VM that is there already is the answer."""
-        vm = self._find(p, vm_id)
-        return await self._transition(vm, lifecycle.Suspend(mode, force))
+        progress(0.0, f"suspending ({mode})")
+        return await self._transition(self._find(p, vm_id), lifecycle.Suspend(mode, force))
 
     async def resume(
         self, p: Principal, vm_id: str, *, cold_boot: bool, discard_memory: bool, progress: Progress
@@ -218,6 +223,7 @@ class Fleet:
         """Brings a VM to `running`."""
         vm = self._find(p, vm_id)
         self._refuse_when_draining()
+        progress(0.0, "booting from the disk" if cold_boot else "resuming")
         return await self._transition(vm, lifecycle.Resume(cold_boot, discard_memory))
 
     async def destroy(self, p: Principal, vm_id: str) -> None:
@@ -244,8 +250,7 @@ class Fleet:
             raise CapacityError("no_capacity", "The creation takes long; retry with the same request_id.")
         return self._view(vm)
 
-    # ---- work in a guest
-    # ----------------------------------------------------------------------------------------------
+    # ---- work in a guest ----
 
     async def exec(
         self,
@@ -259,7 +264,8 @@ class Fleet:
         progress: Progress,
     ) -> tuple[JobRecord, OutputPage | None]:
         """Starts a command once; with the first page when it ended within `wait_seconds`."""
-        vm = self.vms.get(VmId(vm_id))
+        if self._is_in(vm_id, VmState.HIBERNATED, VmState.PAUSED):
+            progress(0.0, "waking the VM")
 
         async def work(begun: Begun) -> dict[str, Any]:
             self._refuse_when_draining()
@@ -329,8 +335,7 @@ class Fleet:
             )
         )
 
-    # ---- inside
-    # -------------------------------------------------------------------------------------------------------
+    # ---- inside ----
 
     def _refuse_when_draining(self) -> None:
         if self.draining.is_set():

@@ -153,8 +153,7 @@ def _sha256(path: Path) -> str:
 
 
 def place_base(image: Image, places: layout.Layout) -> None:
-    """Puts the image's rootfs on the reflink volume, once: by reflink where it is there already, else by a
-    copy.
+    """Puts the image's rootfs on the reflink volume, once: by reflink if it is there already, else by a copy.
 
     Raises:
         HostError: Nothing half-made is left.

@@ -161,8 +161,7 @@ class JobTable:
                 await self.wait_change(job_id)
         return self.get(job_id)
 
-    # ---- output kept on the host
-    # ------------------------------------------------------------------------------------
+    # ---- output kept on the host ----
 
     def keep_output(self, job_id: JobId, output: tuple[bytes, bytes]) -> JobRecord | None:
         """Keeps all retained output of a finished job on the host.

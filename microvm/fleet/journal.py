@@ -1,5 +1,4 @@
-"""The driver's side of the journal: a mutation's intent, its steps and its end, each with the record in one
-commit.
+"""The driver's side of the journal: a mutation's intent, steps and end, each in one commit with the record.
 
 Nothing here decides; `policy.recovery` reads what this leaves behind.
 """
@@ -23,7 +22,10 @@ def _changes(record: VmRecord) -> dict[str, Any]:
 
 
 class VmJournal:
-    """Commits what happens to VMs. Raises HostError when the store cannot be written; nothing changed then."""
+    """Commits what happens to VMs.
+
+    Raises (all methods): HostError when the store cannot be written; nothing changed then.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

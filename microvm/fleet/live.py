@@ -27,9 +27,9 @@ from microvm.model import AgentGeneration, VmSpec
 from microvm.vmm.base import BootSource, Vmm, VmmKind, VmmPlan
 
 HELLO_TIMEOUT_S: Final = 30.0
-"""A resumed guest answers in 0.1 s (design/vmm.md); on a machine with every core busy this was seen to be seconds."""
+"""A resumed guest answers in 0.1 s; with every core of the host busy it was seen to take seconds."""
 BOOT_TIMEOUT_S: Final = 180.0
-"""A cold boot takes 3–5 s under TCG on an idle machine; the bound is for a loaded one."""
+"""A cold boot takes 3 to 5 s under TCG on an idle machine; the bound is for a loaded one."""
 CALL_TIMEOUT_S: Final = 30.0
 FREEZE_TIMEOUT_S: Final = 20.0
 CLEANUP_TIMEOUT_S: Final = 10.0
@@ -92,7 +92,8 @@ class Live:
 
         Args:
             generation: The guest is this from now on.
-            machine_id, hostname: Who it is from now on; None leaves it as it is.
+            machine_id: Who it is from now on, 32 hexadecimal digits; None leaves it as it is.
+            hostname: Its name from now on; None leaves it as it is.
             timeout_s: For the hello.
 
         Raises:

@@ -107,6 +107,10 @@ class Receipts:
         """Does `work` unless it was done, or is being done, for this id.
 
         Args:
+            workspace_id: Whose id it is.
+            request_id: Unique in the workspace, over all tools.
+            tool: What is asked for.
+            work: Does it; calls its argument's `commit` before its first effect.
             arguments: Canonical and JSON-safe; whatever is no part of the request (a wait) is left out.
 
         Raises:

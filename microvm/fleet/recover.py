@@ -1,5 +1,4 @@
-"""Start-up: what the last run left is looked at, decided by `policy.recovery`, and put in order before
-anything listens.
+"""Start-up: what the last run left is put in order, as `policy.recovery` decides, before anything listens.
 
 Leftover cgroups are killed and removed by their mark first, so that nothing runs while files are looked at.
 Files of VMs that the store does not know are scratch of an unfinished creation or destruction and are

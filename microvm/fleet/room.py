@@ -22,7 +22,7 @@ BUILD_SLOT: Final = admission.SLOTS
 """Template builds run one at a time, on a slot of their own beyond those of VMs."""
 
 CHECKPOINT_BYTES: Final = 16 << 20
-"""What a hibernation writes besides RAM that has its blocks already: device state (63–88 KB), manifest, metadata."""
+"""What a hibernation writes beside RAM, which has its blocks: device state (63 to 88 KB) and metadata."""
 
 
 class Room:
@@ -61,8 +61,7 @@ class Room:
         return self._granted(self._decide(event))
 
     async def wake(self, vm_id: VmId, workspace_id: WorkspaceId) -> int:
-        """Room for a VM to be live again, if need be after others that are past their idle time were put to
-        rest.
+        """Room for a VM to be live again; others that are past their idle time are put to rest for it.
 
         Raises:
             CapacityError: There is none; nothing is marked.

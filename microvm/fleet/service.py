@@ -100,8 +100,7 @@ async def open_fleet(
 
 
 async def drain(fleet: Fleet, budget_s: float) -> None:
-    """Checkpoints everything that runs, a few at a time, within `budget_s`; what is over it is killed and
-    failed.
+    """Checkpoints everything that runs, a few at a time; what is over `budget_s` is killed and failed.
 
     Requests must have ended or been cancelled by then; waiters get `draining` at once.
     """

@@ -1,6 +1,6 @@
 """Templates: machines that were booted once, so that creating a VM is a reflink and a resume.
 
-One template exists per image × VMM closure × accelerator × memory × vCPUs × network. The first creation of an
+One template exists per image x VMM closure x accelerator x memory x vCPUs x network. The first creation of an
 unseen combination waits for its build; others that want the same one wait for the same build. Nothing of a
 workspace is
 ever in a template: it is booted, its supervisor answers, the no-op command is run once so that the first real
@@ -166,7 +166,7 @@ class Templates:
             except* MicrovmError as group:
                 reason = first_error(group).message
                 log.error("template not built", extra={"template": key, "why": reason})
-            except* Exception as group:
+            except* Exception as group:  # noqa: BLE001 - the top of a build: its crash ends the build only
                 reason = "the service failed; see its log"
                 log.exception("template build crashed", extra={"template": key}, exc_info=group)
         del self._builds[key]

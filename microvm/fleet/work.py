@@ -46,8 +46,7 @@ class GuestWork:
         self._jobs = jobs
         self._pulling = nursery
 
-    # ---- commands
-    # -----------------------------------------------------------------------------------------------------
+    # ---- commands ----
 
     async def start(self, spec: ExecSpec, begun: Begun) -> dict[str, Any]:
         """Starts a command; the answer is the job as a receipt records it.
@@ -123,8 +122,7 @@ class GuestWork:
             self._driver.jobs_changed()
         return self._jobs.get(job_id)
 
-    # ---- output
-    # -------------------------------------------------------------------------------------------------------
+    # ---- output ----
 
     async def output(
         self, job_id: str, cursor: tuple[int, int], max_bytes: int, wait_s: float, draining: trio.Event
@@ -156,7 +154,7 @@ class GuestWork:
         return _page(job, cursor, (data[0], data[1]))
 
     async def on_guest_call(self, call: GuestCall) -> Mapping[str, Any]:
-        """What the guest says by itself: that a job ended, or that what a finished one left behind is gone."""
+        """What the guest tells: that a job ended, or that what a finished one left behind is gone."""
         if call.op not in {"job_ended", "job_changed"}:
             raise GuestError("invalid_argument", f"there is no operation {call.op[:32]!r}")
         summary = JobSummary.parse(call.args)
@@ -189,8 +187,7 @@ class GuestWork:
             return
         self._keep(job, (parts[0], parts[1]))
 
-    # ---- files
-    # --------------------------------------------------------------------------------------------------------
+    # ---- files ----
 
     async def read_file(self, path: str, offset: int, length: int) -> FileChunk:
         """A part of a file below /workspace."""

@@ -47,8 +47,7 @@ class Facts:
     reason: str | None = None
 
 
-# ---- events: requests
-# -------------------------------------------------------------------------------------------------
+# ---- events: requests ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,10 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Bring the VM to `running`; `cold_boot` from its disk, over a valid checkpoint only with `discard_memory`."""
+    """Bring the VM to `running`; with `cold_boot` from its disk.
+
+    Over a valid checkpoint a cold boot needs `discard_memory` too.
+    """
 
     cold_boot: bool = False
     discard_memory: bool = False
@@ -97,8 +99,7 @@ class Drain:
     """The service ends: save what runs."""
 
 
-# ---- events: completions
-# ----------------------------------------------------------------------------------------------
+# ---- events: completions ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,7 @@ class OutOfSpace:
 Event = Use | Suspend | Resume | Stop | Destroy | Idle | Drain | Done | Failed | VmmDied | OutOfSpace
 
 
-# ---- answers
-# ----------------------------------------------------------------------------------------------------------
+# ---- answers ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +229,7 @@ def decide(facts: Facts, event: Event) -> Answer:
     return _refuse(facts, event)
 
 
-# ---- rules
-# ------------------------------------------------------------------------------------------------------------
+# ---- rules ----
 
 
 def _refuse(facts: Facts, event: Event) -> Refusal:
@@ -258,7 +257,7 @@ def _suspend(facts: Facts, event: Event) -> Answer:
     if facts.active_jobs and not event.force:
         return Refusal(
             "jobs_active",
-            f"{facts.active_jobs} job(s) are active; wait for them, cancel them, or pass force=true to freeze them.",
+            f"{facts.active_jobs} job(s) are active; wait for them, cancel them, or freeze them with force=true.",
         )
     if facts.uses:
         return LATER
@@ -316,7 +315,7 @@ def _resume_hibernated(facts: Facts, event: Event) -> Answer:
     if facts.checkpoint and not event.discard_memory:
         return Refusal(
             "invalid_state",
-            "The VM has a valid checkpoint: a cold boot throws its memory away. Pass discard_memory=true as well.",
+            "The VM has a valid checkpoint: a cold boot throws its memory away. Pass discard_memory=true too.",
         )
     return Step(S.BOOTING, BOOT)
 

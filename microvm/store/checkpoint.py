@@ -160,7 +160,8 @@ def verify(
         owner: Who the checkpoint must belong to.
         generation: Which generation it must be; None takes any.
         here: What this host would load it with.
-        ram_fd, disk_fd: The open memfile and disk.
+        ram_fd: The open memfile.
+        disk_fd: The open disk.
 
     Raises:
         CheckpointMismatchError: Something is missing, truncated, foreign, changed, or does not fit this host.
