@@ -103,9 +103,8 @@ def check_address(settings: Settings) -> None:
         try:
             probe.bind((settings.host, settings.port))
         except OSError as error:
-            raise FailedError(
-                f"{settings.listen} cannot be used ({error.strerror}); stop what uses it or give another --port"
-            ) from None
+            reason = f"{settings.listen} cannot be used ({error.strerror})"
+            raise FailedError(f"{reason}; stop what uses it or give another --port") from None
 
 
 def start(settings: Settings, config: Path, mark: str) -> Running:
