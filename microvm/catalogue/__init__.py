@@ -4,7 +4,7 @@ It must not know HTTP or MCP. Its neighbours: `fleet` below (through `FleetApi`)
 """
 
 from microvm.catalogue.api import Call, FleetApi, Progress, no_progress
-from microvm.catalogue.documents import annotations, openapi, tool_list
+from microvm.catalogue.documents import hints, openapi, tool_list
 from microvm.catalogue.tools import CATALOGUE, PROFILES, Annotations, Catalogue, Tool, find, listed
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "FleetApi",
     "Progress",
     "Tool",
-    "annotations",
     "find",
+    "hints",
     "listed",
     "no_progress",
     "openapi",

@@ -1,7 +1,8 @@
 """What a tool's handler is given: the call, and the fleet it acts on.
 
-`FleetApi` is the whole of what tools may ask of the fleet; a handler reaches nothing else. This module must not
-know HTTP or MCP. Its neighbours: `handlers` uses it, `web` makes each `Call`, `fleet` satisfies the protocol.
+`FleetApi` is the whole of what tools may ask of the fleet; a handler reaches nothing else. This module must
+not know HTTP or MCP. Its neighbours: `handlers` uses it, `web` makes each `Call`, `fleet` satisfies the
+protocol.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from microvm.model import (
 )
 
 Progress: TypeAlias = Callable[[float, str], None]
-"""Reports how far a call is: a fraction of the whole in 0–1, and words. Never blocks and never raises."""
+"""Reports how far a call is: a fraction of the whole, 0 to 1, and words. Never blocks, never raises."""
 
 
 class FleetApi(Protocol):

@@ -22,7 +22,7 @@ def tool_list(tools: Iterable[Tool]) -> dict[str, Any]:
                 "description": tool.description,
                 "input_schema": tool.input_schema,
                 "output_schema": tool.output_schema,
-                "annotations": annotations(tool),
+                "annotations": hints(tool),
                 "scope": tool.scope,
                 "profiles": sorted(tool.profiles),
                 "progress": tool.progress,
@@ -32,15 +32,15 @@ def tool_list(tools: Iterable[Tool]) -> dict[str, Any]:
     }
 
 
-def annotations(tool: Tool) -> dict[str, Any]:
-    """A tool's hints under MCP's names, all of them said outright."""
-    hints = tool.annotations
+def hints(tool: Tool) -> dict[str, Any]:
+    """A tool's annotations under MCP's names, all of them said outright."""
+    given = tool.annotations
     return {
         "title": tool.title,
-        "readOnlyHint": hints.read_only,
-        "destructiveHint": hints.destructive,
-        "idempotentHint": hints.idempotent,
-        "openWorldHint": hints.open_world,
+        "readOnlyHint": given.read_only,
+        "destructiveHint": given.destructive,
+        "idempotentHint": given.idempotent,
+        "openWorldHint": given.open_world,
     }
 
 
@@ -96,7 +96,7 @@ def _responses(content: dict[str, Any]) -> dict[str, Any]:
 
 def _fixed_paths() -> dict[str, Any]:
     ready = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    health = {
+    health: dict[str, Any] = {
         "security": [],
         "responses": {
             "200": {"description": "Yes.", "content": {"application/json": {"schema": ready}}},

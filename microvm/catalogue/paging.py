@@ -1,7 +1,8 @@
 """Pages of text and bytes: how exact bytes from a guest become the strings that callers read.
 
-Pure. Text never splits a UTF-8 character across pages while more may come; invalid bytes become U+FFFD and are
-flagged; a page always advances by at least one whole character when there is one. Its neighbour: `results`.
+Pure. Text never splits a UTF-8 character across pages while more may come; invalid bytes become U+FFFD and
+are flagged; a page always advances by at least one whole character when there is one. Its neighbour:
+`results`.
 """
 
 from __future__ import annotations

@@ -327,5 +327,5 @@ class VmResume(Params):
 
 
 def canonical(params: Params, *without: str) -> dict[str, Any]:
-    """The validated arguments with their defaults, for the receipt to compare; `without` names are left out."""
+    """The validated arguments with their defaults, less `without`: what a receipt compares."""
     return params.model_dump(mode="json", exclude={"request_id", *without}, exclude_none=True)

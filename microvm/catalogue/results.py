@@ -1,13 +1,13 @@
 """What tools answer: the result models, and how the fleet's records become them.
 
-Times are RFC 3339 in UTC; what is absent is left out; `JobOutput` alone always has all of its keys. It must not
-ask anybody anything: records in, dictionaries out. Its neighbours: `handlers`, `paging`.
+Times are RFC 3339 in UTC; what is absent is left out; `JobOutput` alone always has all of its keys. It must
+not ask anybody anything: records in, dictionaries out. Its neighbours: `handlers`, `paging`.
 """
 
 from __future__ import annotations
 
 import base64
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -166,11 +166,7 @@ class Destroyed(Shown):
 
 def time_text(seconds: float) -> str:
     """Seconds since the epoch as RFC 3339 in UTC, to the millisecond."""
-    return (
-        datetime.fromtimestamp(seconds, timezone.utc)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _present(members: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """From parameter models to the schemas that clients see, and from arguments to validated models.
 
-Schemas are inlined (no `$ref`), have plain object roots, refuse unknown names, and never say `null`: a parameter
-that is not given is absent. Validation coerces nothing and names the path of what it refuses, never its value,
-which may be secret. It must not know any tool. Its neighbours: `params` and `results` hold the models.
+Schemas are inlined (no `$ref`), have plain object roots, refuse unknown names, and never say `null`: a
+parameter that is not given is absent. Validation coerces nothing and names the path of what it refuses,
+never its value, which may be secret. It must not know any tool. Its neighbours: `params` and `results` hold
+the models.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from types import UnionType
-from typing import Annotated, Any, Final, TypeVar, Union, cast, get_origin
+from typing import Annotated, Any, Final, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -80,7 +81,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in {Annotated, Union, UnionType}:
-        return next(filter(None, map(_model_of, annotation.__args__)), None)
+        return next(filter(None, map(_model_of, get_args(annotation))), None)
     return None
 
 

@@ -1,8 +1,8 @@
 """JSON as the doors accept it: RFC 8259 without the liberties that Python's reader takes.
 
-Refused, with the path of the culprit: duplicate keys, NaN and infinities (also by overflow, `1e999`), integers
-beyond 64 bits, nesting deeper than 64, lone surrogates, anything that is not UTF-8. It must not know any schema.
-Its neighbours: `web` reads every body with it, `schema` checks what it returns.
+Refused, with the path of the culprit: duplicate keys, NaN and infinities (also by overflow, `1e999`),
+integers beyond 64 bits, nesting deeper than 64, lone surrogates, anything that is not UTF-8. It must not
+know any schema. Its neighbours: `web` reads every body with it, `schema` checks what it returns.
 """
 
 from __future__ import annotations
@@ -118,16 +118,20 @@ def _children(node: dict[str, Any] | list[Any], path: str, depth: int) -> list[t
     children: list[tuple[Any, str, int]] = []
     if isinstance(node, list):
         for index, value in enumerate(node):
-            if isinstance(value, (str, dict, list, _Refused)):
+            if _may_hold(value):
                 children.append((value, f"{path}[{index}]", depth))
         return children
     for name, value in node.items():
         if not _encodes(name):
             raise _refuse(path, "a key holds a lone surrogate")
-        if isinstance(value, (str, dict, list, _Refused)):
+        if _may_hold(value):
             step = name if len(name) <= _SHOWN_NAME else name[:_SHOWN_NAME] + "…"
             children.append((value, f"{path}.{step}" if path else step, depth))
     return children
+
+
+def _may_hold(value: object) -> bool:
+    return isinstance(value, (str, dict, list, _Refused))
 
 
 def _encodes(text: str) -> bool:

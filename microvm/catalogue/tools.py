@@ -100,7 +100,8 @@ _TOOLS: Final = (
         "Create a VM",
         "Create a Linux VM of your own (Debian 13 with Python, Node.js, Git, GCC) and return it running. "
         "It lives until vm_destroy and hibernates by itself when idle; any tool that needs it wakes it. "
-        "Work in it with vm_exec, vm_read_file and vm_write_file; files are below /workspace. It has no network.",
+        "Work in it with vm_exec, vm_read_file and vm_write_file; files are below /workspace. It has no "
+        "network.",
         p.VmCreate,
         results.Vm,
         handlers.vm_create,
@@ -128,10 +129,11 @@ _TOOLS: Final = (
     Tool(
         "vm_exec",
         "Run a command",
-        "Run a command by `bash -c` in the VM, as an unprivileged user in /workspace; a suspended VM wakes first. "
-        "Returns a job at once, or with wait_seconds up to 30 s later; when it ended by then, `output` holds the "
-        "first page of stdout and stderr. Otherwise follow with vm_job_output, or vm_job_status. At most 4 commands "
-        "run at once. A non-zero exit_code is a result, not an error.",
+        "Run a command by `bash -c` in the VM, as an unprivileged user in /workspace; a suspended VM "
+        "wakes first. Returns a job at once, or with wait_seconds up to 30 s later; when it ended by "
+        "then, `output` holds the first page of stdout and stderr. Otherwise follow with vm_job_output, "
+        "or vm_job_status. At most 4 commands run at once. A non-zero exit_code is a result, not an "
+        "error.",
         p.VmExec,
         results.JobStarted,
         handlers.vm_exec,
@@ -151,9 +153,9 @@ _TOOLS: Final = (
     Tool(
         "vm_job_output",
         "Read a job's output",
-        "Read stdout and stderr of a job, while it runs or after. Pass the whole next_cursor as cursor to go on. "
-        "Once state is completed, go on until next_cursor no longer changes; an empty page of a running job is not "
-        "the end. Reading takes nothing away. Use encoding=base64 for exact bytes.",
+        "Read stdout and stderr of a job, while it runs or after. Pass the whole next_cursor as cursor to "
+        "go on. Once state is completed, go on until next_cursor no longer changes; an empty page of a "
+        "running job is not the end. Reading takes nothing away. Use encoding=base64 for exact bytes.",
         p.VmJobOutput,
         results.JobOutput,
         handlers.vm_job_output,
@@ -163,7 +165,8 @@ _TOOLS: Final = (
     Tool(
         "vm_job_cancel",
         "Cancel a job",
-        "Kill a job with all of its processes, also what a finished job left running. A suspended VM wakes first.",
+        "Kill a job with all of its processes, also what a finished job left running. A suspended VM "
+        "wakes first.",
         p.VmJobCancel,
         results.Job,
         handlers.vm_job_cancel,
@@ -173,8 +176,9 @@ _TOOLS: Final = (
     Tool(
         "vm_read_file",
         "Read a file",
-        "Read up to 131072 bytes of a regular file below /workspace; a suspended VM wakes first. Go on from "
-        "next_offset until eof. encoding=utf-8 gives text in `content`, base64 exact bytes in `content_base64`.",
+        "Read up to 131072 bytes of a regular file below /workspace; a suspended VM wakes first. Go on "
+        "from next_offset until eof. encoding=utf-8 gives text in `content`, base64 exact bytes in "
+        "`content_base64`.",
         p.VmReadFile,
         results.FileContent,
         handlers.vm_read_file,
@@ -184,8 +188,9 @@ _TOOLS: Final = (
     Tool(
         "vm_write_file",
         "Write a file",
-        "Write up to 131072 bytes to a file below /workspace; a suspended VM wakes first. Without offset the file "
-        "is replaced in one step; with offset it is written in place (offset = its size appends).",
+        "Write up to 131072 bytes to a file below /workspace; a suspended VM wakes first. Without offset "
+        "the file is replaced in one step; with offset it is written in place (offset = its size "
+        "appends).",
         p.VmWriteFile,
         results.FileWritten,
         handlers.vm_write_file,
@@ -195,8 +200,8 @@ _TOOLS: Final = (
     Tool(
         "vm_suspend",
         "Suspend a VM",
-        "Put a VM to rest with its memory: hibernate (RAM to disk) or pause. Refused while commands run, unless "
-        "force=true freezes them. It wakes by itself when a tool needs it, or by vm_resume.",
+        "Put a VM to rest with its memory: hibernate (RAM to disk) or pause. Refused while commands run, "
+        "unless force=true freezes them. It wakes by itself when a tool needs it, or by vm_resume.",
         p.VmSuspend,
         results.Vm,
         handlers.vm_suspend,
@@ -206,8 +211,9 @@ _TOOLS: Final = (
     Tool(
         "vm_resume",
         "Resume a VM",
-        "Wake a suspended VM, processes and all; a stopped one boots from its disk. With cold_boot=true a failed "
-        "VM, or one whose checkpoint no longer fits, boots from its disk too, and loses what was in memory.",
+        "Wake a suspended VM, processes and all; a stopped one boots from its disk. With cold_boot=true a "
+        "failed VM, or one whose checkpoint no longer fits, boots from its disk too, and loses what was "
+        "in memory.",
         p.VmResume,
         results.Vm,
         handlers.vm_resume,

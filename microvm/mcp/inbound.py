@@ -1,9 +1,9 @@
 """Which era a message belongs to, and whether it may be dispatched: the validation ladder.
 
-A POST is *modern* (2026-07-28, stateless) if its version header names no handshake version, or its body carries
-the modern envelope; otherwise it is *legacy*. Modern rungs, first failure wins: message shape → envelope
-(`_meta`) → headers equal the body → version is served. Pure; it must not dispatch. Its neighbours: `messages`,
-`server`. Source: MCP 2026-07-28 basic/transports/streamable-http, basic/versioning.
+A POST is *modern* (2026-07-28, stateless) if its version header names no handshake version, or its body
+carries the modern envelope; otherwise it is *legacy*. Modern rungs, first failure wins: message shape →
+envelope (`_meta`) → headers equal the body → version is served. Pure; it must not dispatch. Its neighbours:
+`messages`, `server`. Source: MCP 2026-07-28 basic/transports/streamable-http, basic/versioning.
 """
 
 from __future__ import annotations

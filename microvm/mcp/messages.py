@@ -1,7 +1,7 @@
 """JSON-RPC messages and the HTTP statuses that go with them, as values.
 
-Pure: it must not do I/O or know the catalogue. Its neighbours: `inbound` reads requests, `server` answers them.
-Source: MCP 2026-07-28 basic/index and basic/transports/streamable-http; 2025-11-25 basic/transports.
+Pure: it must not do I/O or know the catalogue. Its neighbours: `inbound` reads requests, `server` answers
+them. Source: MCP 2026-07-28 basic/index and basic/transports/streamable-http; 2025-11-25 basic/transports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What the server answers: a decision per request, without I/O.
 
-`respond` gives either a finished reply or a `ToolCall` that somebody must run; `finish_call` and `fail_call` turn
-the outcome into the message to send. Tools only, plus empty lists for what clients probe. It must not run tools
-or know the catalogue: it is given tools in MCP's own shape. Its neighbours: `inbound` before it, `web` around it.
+`respond` gives either a finished reply or a `ToolCall` that somebody must run; `finish_call` and
+`fail_call` turn the outcome into the message to send. Tools only, plus empty lists for what clients probe.
+It must not run tools or know the catalogue: it is given tools in MCP's own shape. Its neighbours: `inbound`
+before it, `web` around it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Who may come in: Host and Origin, then the token or the peer, all before the body is read.
 
-The order is fixed: a browser lured to a foreign name is turned away first, then authentication, then routing, so
-that nobody learns without a token which paths exist. It must not read bodies. Its neighbours: `app`, `limits`.
+The order is fixed: a browser lured to a foreign name is turned away first, then authentication, then
+routing, so that nobody learns without a token which paths exist. It must not read bodies. Its neighbours:
+`app`, `limits`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The routes: tools over HTTP, MCP, the catalogue's documents, and health.
 
-Every request passes `_enter` first: names, then authentication, before its body is read and before anybody learns
-whether the path exists. It must not run tools (`calls`) or judge requests (`access`). Its neighbour: `serve`.
+Every request passes `_enter` first: names, then authentication, before its body is read and before anybody
+learns whether the path exists. It must not run tools (`calls`) or judge requests (`access`). Its neighbour:
+`serve`.
 """
 
 from __future__ import annotations

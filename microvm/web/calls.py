@@ -1,7 +1,7 @@
 """Running tools for both doors: limits, the drain, and one kind of failure out.
 
-A request task waits here and owns nothing; what the fleet took on goes on when the wait is cancelled. It must not
-know HTTP or MCP. Its neighbours: `catalogue` does the work, `app` and `mcp_http` answer.
+A request task waits here and owns nothing; what the fleet took on goes on when the wait is cancelled. It
+must not know HTTP or MCP. Its neighbours: `catalogue` does the work, `app` and `mcp_http` answer.
 """
 
 from __future__ import annotations

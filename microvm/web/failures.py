@@ -1,8 +1,8 @@
 """From exceptions to answers: the one place where a failure gets its status.
 
-Groups collapse here, before Quart sees them (Quart-Trio keeps one of a group and loses the others): one error of
-the domain wins, the rest are logged. What is not of the domain becomes `internal` with a trace id and nothing
-else. It must not decide what to do about a failure. Its neighbours: `app`, `calls`.
+Groups collapse here, before Quart sees them (Quart-Trio keeps one of a group and loses the others): one
+error of the domain wins, the rest are logged. What is not of the domain becomes `internal` with a trace id
+and nothing else. It must not decide what to do about a failure. Its neighbours: `app`, `calls`.
 """
 
 from __future__ import annotations

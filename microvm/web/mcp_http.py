@@ -1,9 +1,10 @@
 """MCP over HTTP: one POST in, JSON or a stream of events out.
 
-The stream is deferred: a call that ends soon and reports nothing is answered as plain JSON, so that statuses hold;
-the first progress, or 15 s of silence, commits an event stream, on which a comment goes out whenever 15 s pass.
-The call runs in the request's own nursery and dies with the connection, which ends the waiting only. It must not
-know sessions: none are minted. Its neighbours: `microvm.mcp` decides, `calls` runs.
+The stream is deferred: a call that ends soon and reports nothing is answered as plain JSON, so that
+statuses hold; the first progress, or 15 s of silence, commits an event stream, on which a comment goes out
+whenever 15 s pass. The call runs in the request's own nursery and dies with the connection, which ends the
+waiting only. It must not know sessions: none are minted. Its neighbours: `microvm.mcp` decides, `calls`
+runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import trio
 from quart import Response
 from quart.wrappers.response import ResponseBody
 
-from microvm.catalogue import Progress, Tool, annotations, no_progress
+from microvm.catalogue import Progress, Tool, hints, no_progress
 from microvm.catalogue.strict_json import dumps, loads
 from microvm.errors import MicrovmError, RequestError
 from microvm.mcp import (
@@ -44,8 +45,9 @@ SILENCE_S: Final = 15.0
 PROGRESS_INTERVAL_S: Final = 0.1  # the protocol asks for a limit; people read no faster
 EVENT_BUFFER: Final = 64  # progress beyond it is dropped: the next report says more anyway
 INSTRUCTIONS: Final = (
-    "Linux VMs of your own. vm_create makes one, vm_exec runs commands in it, vm_read_file and vm_write_file move "
-    "files below /workspace. Suspended VMs wake by themselves. Destroy what you no longer need."
+    "Linux VMs of your own. vm_create makes one, vm_exec runs commands in it, vm_read_file and "
+    "vm_write_file move files below /workspace. Suspended VMs wake by themselves. Destroy what you no "
+    "longer need."
 )
 
 
@@ -60,7 +62,7 @@ def tool_objects(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             "title": tool.title,
             "description": tool.description,
             "inputSchema": tool.input_schema,
-            "annotations": annotations(tool),
+            "annotations": hints(tool),
         }
         for tool in tools
     ]

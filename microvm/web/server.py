@@ -2,14 +2,14 @@
 
 What is mended, each in one place (and what shows it):
 
-* Keep-alive was never enforced after the first request: Quart-Trio cancels its request's nursery while Hypercorn
-  re-arms the idle timer from within the last `send`. Here the re-arming is shielded.
-* A reader that stalls held a shielded `send_all`, and so the whole shutdown, for ever. Here a write has a limit,
-  and the drain ends all of them.
+* Keep-alive was never enforced after the first request: Quart-Trio cancels its request's nursery while
+  Hypercorn re-arms the idle timer from within the last `send`. Here the re-arming is shielded.
+* A reader that stalls held a shielded `send_all`, and so the whole shutdown, for ever. Here a write has a
+  limit, and the drain ends all of them.
 * A connection's failure other than an OSError ended the server. Here it ends the connection.
 
-The lifespan protocol is not used: nothing of ours hangs on it. It must not know routes. Its neighbour: `app`.
-Source: hypercorn 0.18 `trio/tcp_server.py`, `trio/run.py`; quart-trio 0.12 `asgi.py`.
+The lifespan protocol is not used: nothing of ours hangs on it. It must not know routes. Its neighbour:
+`app`. Source: hypercorn 0.18 `trio/tcp_server.py`, `trio/run.py`; quart-trio 0.12 `asgi.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class WebSettings:
         admin_socket: Path of the Unix socket (0600) on which the daemon's own uid is operator; "" for none.
         allowed_hosts: `Host` values besides loopback names, "name" (any port) or "name:port"; "*" for all.
             Empty: loopback names only where `listen` is loopback, otherwise any.
-        allowed_origins: `Origin` values that browsers may come from, besides loopback ones of a loopback listener.
+        allowed_origins: `Origin` values that browsers may come from, besides loopback ones where `listen` is
+            loopback.
         version: The service's version.
         grace_s: Seconds that requests have to end after the stop.
         keep_alive_s: Seconds that an idle connection stays open.
@@ -36,7 +37,7 @@ class WebSettings:
     allowed_origins: tuple[str, ...] = ()
     version: str = "0"
     grace_s: float = 5.0
-    keep_alive_s: float = 75.0  # above the 60 s after which clients drop idle sockets themselves (hypercorn#68)
+    keep_alive_s: float = 75.0  # above the 60 s after which clients drop idle sockets (hypercorn#68)
     call_limit_s: float = 58.0
 
     @property

@@ -6,7 +6,7 @@ The fleet here exists to test schemas, transport and failures; what a fleet must
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,9 +149,7 @@ class FleetDouble:
         ends = (cursor[0] + len(out) >= len(self.stdout), cursor[1] + len(err) >= len(self.stderr))
         return OutputPage(self._job(), cursor, (out, err), ends)
 
-    async def read_file(
-        self, p: Principal, vm_id: str, path: str, *, offset: int, length: int
-    ) -> FileChunk:
+    async def read_file(self, p: Principal, vm_id: str, path: str, *, offset: int, length: int) -> FileChunk:
         self._own(p, vm_id)
         part = self.content[offset : offset + length]
         return FileChunk(
@@ -212,7 +210,7 @@ class Doors:
         return int(self.bound.url.rpartition(":")[2])
 
     @contextmanager
-    def acting(self, act: Callable[[Progress], Any]) -> Iterator[None]:
+    def acting(self, act: Callable[[Progress], Any]) -> Generator[None]:
         """Have every mutation await `act` meanwhile."""
         self.fleet.act = act
         yield
@@ -240,9 +238,7 @@ async def doors(web_settings: Mapping[str, Any], nursery: trio.Nursery) -> Async
     fleet, stop, stopped = FleetDouble(), trio.Event(), trio.Event()
 
     async def run(*, task_status: trio.TaskStatus[Bound]) -> None:
-        await serve_web(
-            WebSettings(**web_settings), fleet, authenticate, stop=stop, task_status=task_status
-        )
+        await serve_web(WebSettings(**web_settings), fleet, authenticate, stop=stop, task_status=task_status)
         stopped.set()
 
     bound: Bound = await nursery.start(run)

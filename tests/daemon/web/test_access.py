@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,20 +194,21 @@ async def test_a_presented_token_beats_the_peers_uid(doors: Any) -> None:
         assert (await http.post("/v1/tools/vm_list", json={})).status_code == 401
 
 
-async def test_another_uid_is_nobody_on_the_admin_socket(
-    doors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("microvm.web.server._peer_uid", lambda _stream: os.geteuid() + 1)
+async def test_another_uid_is_nobody_on_the_admin_socket(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_uid(_stream: object) -> int:
+        return os.geteuid() + 1
+
+    monkeypatch.setattr("microvm.web.server._peer_uid", other_uid)
     async with doors.http(token=None, uds=doors.bound.admin_socket) as http:
         assert (await http.get("/v1/tools")).status_code == 401
 
 
 async def test_the_admin_socket_is_private_and_both_go_with_the_service(doors: Any) -> None:
-    admin, service = Path(doors.bound.admin_socket), Path(doors.bound.service_socket)
-    assert stat.S_IMODE(admin.stat().st_mode) == 0o600
-    assert stat.S_ISSOCK(service.stat().st_mode)
+    admin, service = trio.Path(doors.bound.admin_socket), trio.Path(doors.bound.service_socket)
+    assert stat.S_IMODE((await admin.stat()).st_mode) == 0o600
+    assert stat.S_ISSOCK((await service.stat()).st_mode)
     doors.stop.set()
     with trio.fail_after(5):
         await doors.stopped.wait()
-    assert not admin.exists()
-    assert not service.exists()
+    assert not await admin.exists()
+    assert not await service.exists()

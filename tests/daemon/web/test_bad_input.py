@@ -58,7 +58,6 @@ def matrix() -> Iterator[Any]:
             yield pytest.param(tool.name, name, values, id=f"{tool.name}-{name}")
 
 
-
 @pytest.mark.parametrize(("tool_name", "parameter", "values"), list(matrix()))
 async def test_a_wrong_value_is_refused_with_its_path(
     doors: Any, tool_name: str, parameter: str, values: list[Any]
