@@ -7,8 +7,8 @@ its point of no return had passed. Decisions are the driver's; this module must 
 
 from __future__ import annotations
 
+import hashlib
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,7 +261,7 @@ class Effects:
             os.close(state_fd)
         await live.cont()
         generation = AgentGeneration(record.agent_generation + 1)
-        await live.greet(generation, machine_id=secrets.token_hex(16), hostname=_hostname(record))
+        await live.greet(generation, machine_id=_machine_id(record), hostname=_hostname(record))
         ended = trio.current_time()
         return {
             "agent_generation": generation,
@@ -400,7 +400,12 @@ class Effects:
         live = await self._start(boot=True)
         generation = AgentGeneration(record.agent_generation + 1)
         await live.vmm.boot()
-        await live.greet(generation, hostname=_hostname(record), timeout_s=BOOT_TIMEOUT_S)
+        await live.greet(
+            generation,
+            machine_id=_machine_id(record),
+            hostname=_hostname(record),
+            timeout_s=BOOT_TIMEOUT_S,
+        )
         return {
             "agent_generation": generation,
             "boot_ms": _ms(trio.current_time() - started),
@@ -447,6 +452,11 @@ def _open_state(directory: Path, manifest: checkpoint.Manifest) -> int:
     path = directory / manifest.state_file
     with host_errors("open", path):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _machine_id(record: VmRecord) -> str:
+    """The same at every boot, whatever became of the guest's disk; the VM's id is random and nobody else's."""
+    return hashlib.sha256(f"machine-id of {record.vm_id}".encode()).hexdigest()[:32]
 
 
 def _hostname(record: VmRecord) -> str:

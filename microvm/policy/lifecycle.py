@@ -257,7 +257,7 @@ def _suspend(facts: Facts, event: Event) -> Answer:
     if facts.active_jobs and not event.force:
         return Refusal(
             "jobs_active",
-            f"{facts.active_jobs} job(s) are active; wait for them, cancel them, or freeze them with force=true.",
+            f"{facts.active_jobs} job(s) are active: wait, cancel them, or freeze them with force=true.",
         )
     if facts.uses:
         return LATER
@@ -315,7 +315,7 @@ def _resume_hibernated(facts: Facts, event: Event) -> Answer:
     if facts.checkpoint and not event.discard_memory:
         return Refusal(
             "invalid_state",
-            "The VM has a valid checkpoint: a cold boot throws its memory away. Pass discard_memory=true too.",
+            "The VM has a valid checkpoint, whose memory a cold boot discards; pass discard_memory=true too.",
         )
     return Step(S.BOOTING, BOOT)
 
