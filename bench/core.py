@@ -2,9 +2,9 @@
 
     sudo python bench/core.py --config /etc/microvm/microvm.toml [--rounds 9] [--json FILE]
 
-Runs a service of its own from the configuration (none may be running), measures through its HTTP door and, where a row
-is about a part of an operation, through the fleet itself. Absolute times are this machine's at this moment and are
-printed for orientation only: machines are shared and noisy, ratios of one run are what counts.
+Runs a service of its own from the configuration (none may be running), measures through its HTTP door and,
+where a row is about a part of an operation, through the fleet itself. Absolute times are this machine's at
+this moment and are printed for orientation only: machines are shared and noisy, ratios of one run count.
 """
 
 from __future__ import annotations

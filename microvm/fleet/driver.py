@@ -325,7 +325,9 @@ class VmDriver:
         self._effect_scope = None
         self._cause = None
         if error is not None:
-            self._answer_failed(error, cause)
+            self._answer_same(cause, error)
+        elif cause is not None and lifecycle.is_fulfilled(cause.event, self.record.state):
+            self._answer_same(cause, None)
         self._bell.set()
 
     async def _run_steps(self, step: Step) -> MicrovmError | None:
@@ -436,8 +438,8 @@ class VmDriver:
             with contextlib.suppress(MicrovmError):
                 await self._settle(Step(VmState.FAILED, reason=reason), self.record.state)
 
-    def _answer_failed(self, error: MicrovmError, cause: _Request | None) -> None:
-        """Who caused the effect, or waits for the very same, gets its failure; others are decided anew."""
+    def _answer_same(self, cause: _Request | None, error: MicrovmError | None) -> None:
+        """Who caused the effect, or waits for the very same, gets its outcome; others are decided anew."""
         for request in list(self._queue):
             same = cause is not None and (request is cause or request.event == cause.event)
             if same and request in self._queue:

@@ -455,7 +455,7 @@ def _open_state(directory: Path, manifest: checkpoint.Manifest) -> int:
 
 
 def _machine_id(record: VmRecord) -> str:
-    """The same at every boot, whatever became of the guest's disk; the VM's id is random and nobody else's."""
+    """The same at every boot, whatever became of the guest's disk: the VM's id is random, and its own."""
     return hashlib.sha256(f"machine-id of {record.vm_id}".encode()).hexdigest()[:32]
 
 

@@ -229,6 +229,14 @@ def decide(facts: Facts, event: Event) -> Answer:
     return _refuse(facts, event)
 
 
+def is_fulfilled(event: Event, state: VmState) -> bool:
+    """Whether the effect that `event` caused, having led to `state`, was all that was asked for.
+
+    Asked again, a cold boot would be refused by the running VM that it made.
+    """
+    return isinstance(event, Resume) and state is S.RUNNING
+
+
 # ---- rules ----
 
 
