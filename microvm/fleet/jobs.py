@@ -109,10 +109,17 @@ class JobTable:
         return job
 
     def heard(self, summary: JobSummary) -> JobRecord | None:
-        """Takes over what the guest says of a job; one that the host does not know is ignored."""
+        """Takes over what the guest says of a job; one that the host does not know is ignored.
+
+        An answer and an event may be heard in the other order than they were said in: what has ended stays so.
+        """
         job = self._jobs.get(JobId(summary.job_id))
         if job is None:
             return None
+        if job.state is JobState.COMPLETED and (
+            summary.state != JobState.COMPLETED or not job.background_processes
+        ):
+            return job
         return self._put(
             job.with_(
                 state=JobState(summary.state) if summary.state in tuple(JobState) else job.state,
@@ -160,6 +167,11 @@ class JobTable:
             while self.get(job_id).state in ACTIVE:
                 await self.wait_change(job_id)
         return self.get(job_id)
+
+    async def wait_gone(self, job_id: JobId) -> None:
+        """Returns once a job has ended and left nothing running."""
+        while (job := self.get(job_id)).state in ACTIVE or job.background_processes:
+            await self.wait_change(job_id)
 
     # ---- output kept on the host ----
 

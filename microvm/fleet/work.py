@@ -29,6 +29,8 @@ JOB_JSON: Final = TypeAdapter(JobRecord)
 COMMAND_SHOWN: Final = 200
 POLL_S: Final = 0.2
 """How often a waiting read looks for new output of a running command."""
+CANCEL_S: Final = 10.0
+"""How long a cancel waits for the end: processes have 2 s from TERM to kill; a guest may be slow about it."""
 PULL_BYTES: Final = 1 << 20
 """One reply of kept output; the link's flow control splits it."""
 
@@ -112,7 +114,7 @@ class GuestWork:
         return self._jobs.get(job_id)
 
     async def cancel(self, job_id: str) -> JobRecord:
-        """Kills what is left of a job; a finished one keeps its result."""
+        """Kills what is left of a job and answers when it is gone; a finished one keeps its result."""
         job = self._jobs.get(job_id)
         if job.state is JobState.LOST or (job.state is JobState.COMPLETED and not job.background_processes):
             return job
@@ -120,6 +122,8 @@ class GuestWork:
             summary = await live.link.job_cancel(job.job_id, timeout_s=CALL_TIMEOUT_S)
             self._jobs.heard(summary)
             self._driver.jobs_changed()
+            with trio.move_on_after(CANCEL_S):
+                await self._jobs.wait_gone(job.job_id)
         return self._jobs.get(job_id)
 
     # ---- output ----
