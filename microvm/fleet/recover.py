@@ -18,7 +18,7 @@ from microvm.errors import MicrovmError
 from microvm.fleet import layout
 from microvm.fleet.layout import Layout
 from microvm.fleet.log import log
-from microvm.model import Generation, Intent, JobRecord, VmId, VmRecord, VmState
+from microvm.model import Generation, Intent, JobRecord, JobState, VmId, VmRecord, VmState
 from microvm.policy import recovery
 from microvm.policy.recovery import Fail, Found, Keep, Outcome, Remove, RollBack, RollForward
 from microvm.store import Loaded, Store, checkpoint, writes
@@ -102,10 +102,12 @@ async def _settle(
     settled = record.with_(**changes)
     kept_jobs: list[JobRecord] = []
     for job in jobs:
-        state = recovery.job_state_after(outcome, job.state)
-        assert state is not None
-        ended = job.ended_at if state is job.state or state.value == "frozen" else now
-        kept_jobs.append(job.with_(state=state, ended_at=ended))
+        state = recovery.job_state_after(settled.state, job.state)
+        if state is JobState.LOST and job.state is not JobState.LOST:
+            job = job.with_(ended_at=now, message="the service ended while it ran")
+        if settled.state is not VmState.HIBERNATED:
+            job = job.with_(background_processes=0)
+        kept_jobs.append(job.with_(state=state))
     _reclaim(places.vm(record.vm_id))
     await store.commit(
         writes.change_vm(record.vm_id, **changes),

@@ -8,8 +8,11 @@ every completion and failure back as an event; nothing else may change a VM's st
     creating  → running | failed | (gone)
     running   ⇄ paused
     running, paused → hibernating → hibernated      on failure before the commit back to the state before
-    hibernated → resuming → running                 on failure before the checkpoint is spent back to
-    hibernated running, paused → stopping → stopped stopped, failed, hibernated → booting → running | failed
+    hibernated → resuming → running                 on failure before the checkpoint is spent back to hibernated
+    running, paused → stopping → stopped
+    stopped, failed, hibernated → booting → running | failed
+                                                    refused before anything was given up: the state before
+    any with a VMM → failed
     any → destroying → (gone)
 """
 
@@ -36,6 +39,7 @@ class Facts:
         activity: Counter of activity; an idle deadline carries the value it was armed with.
         checkpoint: Whether a committed, unspent checkpoint exists.
         reason: Why the VM is in its state, for messages.
+        draining: Whether the service ends: what was saved must not wake again.
     """
 
     state: VmState
@@ -45,6 +49,7 @@ class Facts:
     activity: int = 0
     checkpoint: bool = False
     reason: str | None = None
+    draining: bool = False
 
 
 # ---- events: requests ----
@@ -217,6 +222,8 @@ def decide(facts: Facts, event: Event) -> Answer:
         A `Step` to commit and run, `STAY` when the VM is there already, `LATER` when the request must wait
         for the effect under way, or a `Refusal` with the public code.
     """
+    if facts.draining and isinstance(event, Use | Suspend | Resume | Stop | Idle):
+        return Refusal("draining", "The service is shutting down; try again when it is back.")
     rule = _TABLE.get((facts.state, type(event)))
     if rule is not None:
         return rule(facts, event)
@@ -383,6 +390,14 @@ def _wake_failed(facts: Facts, event: Event) -> Answer:
     return _lost(facts, event) if event.committed else Step(S.HIBERNATED)
 
 
+def _boot_failed(facts: Facts, event: Event) -> Answer:
+    assert isinstance(event, Failed)
+    if event.committed or event.guest_lost or facts.before is None:
+        return _lost(facts, event)
+    # refused for want of room: the checkpoint, if there was one, is still there
+    return Step(facts.before, reason=event.reason if facts.before is S.FAILED else None)
+
+
 def _create_failed(_facts: Facts, event: Event) -> Answer:
     assert isinstance(event, Failed)
     # nothing of the caller's is in it yet: a failed creation leaves nothing behind
@@ -437,7 +452,7 @@ _TABLE: Final[Mapping[tuple[VmState, type[Event]], _Rule]] = {
     (S.RESUMING, Failed): _wake_failed,
     (S.RESUMING, Destroy): _destroy,
     (S.BOOTING, Done): _to(S.RUNNING),
-    (S.BOOTING, Failed): _lost,
+    (S.BOOTING, Failed): _boot_failed,
     (S.BOOTING, Destroy): _destroy,
     (S.STOPPING, Done): _to(S.STOPPED),
     (S.STOPPING, Failed): _lost,
@@ -452,7 +467,7 @@ _TABLE: Final[Mapping[tuple[VmState, type[Event]], _Rule]] = {
     (S.FAILED, Drain): _stay,
     (S.FAILED, Idle): _stay,
     (S.FAILED, VmmDied): _stay,
-    (S.DESTROYING, Destroy): lambda _f, _e: LATER,
+    (S.DESTROYING, Destroy): _destroy,  # asked only when a removal has failed: it is tried again
     (S.DESTROYING, Drain): _stay,
     (S.DESTROYING, Idle): _stay,
     (S.DESTROYING, Done): _gone,

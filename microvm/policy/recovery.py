@@ -101,20 +101,15 @@ def decide(found: Found) -> Outcome:
     return Fail(vm_id, f"the service ended while the VM was {record.state}")
 
 
-def job_state_after(outcome: Outcome, state: JobState) -> JobState | None:
-    """What a job of the VM is after `outcome`; None where it goes with the VM.
+def job_state_after(settled: VmState, state: JobState) -> JobState:
+    """What a job is in a VM that recovery left in `settled`.
 
-    A job that had ended stays as it ended. One that had not sleeps in a checkpoint, or is lost.
+    A job that had ended stays as it ended. One that had not sleeps in the checkpoint, whatever the store
+    last heard of it, or is lost.
     """
-    if isinstance(outcome, Remove):
-        return None
     if state in {JobState.COMPLETED, JobState.LOST}:
         return state
-    if isinstance(outcome, RollForward | RollBack):
-        return JobState.FROZEN
-    if isinstance(outcome, Keep) and state is JobState.FROZEN:
-        return state
-    return JobState.LOST
+    return JobState.FROZEN if settled is S.HIBERNATED else JobState.LOST
 
 
 def _hibernating(found: Found) -> Outcome:

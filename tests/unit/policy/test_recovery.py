@@ -82,25 +82,14 @@ def test_recovery_ends_at_rest_and_asking_again_changes_nothing(state: VmState) 
     assert recovery.decide(Found(record, disk=True, manifest=Generation(1))) == Keep(VM)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "active"),
-    [
-        (RollForward(VM, Generation(1)), JobState.FROZEN),
-        (RollBack(VM), JobState.FROZEN),
-        (Fail(VM, "x"), JobState.LOST),
-        (Keep(VM), JobState.LOST),
-        (Remove(VM, "x"), None),
-    ],
-)
-def test_jobs_sleep_in_a_checkpoint_or_are_lost_and_ended_ones_stay_ended(
-    outcome: recovery.Outcome, active: JobState | None
-) -> None:
-    assert recovery.job_state_after(outcome, JobState.RUNNING) == active
-    assert recovery.job_state_after(outcome, JobState.STARTING) == active
-    ended = None if active is None else JobState.COMPLETED
-    assert recovery.job_state_after(outcome, JobState.COMPLETED) == ended
+@pytest.mark.parametrize("active", [JobState.STARTING, JobState.RUNNING, JobState.FROZEN])
+def test_a_job_that_had_not_ended_sleeps_in_a_checkpoint_or_is_lost(active: JobState) -> None:
+    assert recovery.job_state_after(VmState.HIBERNATED, active) is JobState.FROZEN
+    assert recovery.job_state_after(VmState.STOPPED, active) is JobState.LOST
+    assert recovery.job_state_after(VmState.FAILED, active) is JobState.LOST
 
 
-def test_a_frozen_job_of_a_hibernated_vm_stays_frozen() -> None:
-    assert recovery.job_state_after(Keep(VM), JobState.FROZEN) is JobState.FROZEN
-    assert recovery.job_state_after(Fail(VM, "x"), JobState.FROZEN) is JobState.LOST
+@pytest.mark.parametrize("settled", [VmState.HIBERNATED, VmState.STOPPED, VmState.FAILED])
+@pytest.mark.parametrize("ended", [JobState.COMPLETED, JobState.LOST])
+def test_a_job_that_had_ended_stays_as_it_ended(settled: VmState, ended: JobState) -> None:
+    assert recovery.job_state_after(settled, ended) is ended
