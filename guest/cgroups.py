@@ -5,8 +5,8 @@
     <root>/jobs              memory.max and pids.max; cgroup.freeze for a suspension
     <root>/jobs/<job>        one job and everything that it ever started
 
-Where a controller is missing (a host without memory in v2, when the supervisor runs as a test's process) its files
-are absent and the limits with them; freezing and killing are core and always there.
+Where a controller is missing (a host without memory in v2, when the supervisor runs as a test's process) its
+files are absent and the limits with them; freezing and killing are core and always there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ import signal
 from typing import Final
 
 _MIB: Final = 1 << 20
-_RESERVE_MIN: Final = 24 * _MIB
+_RESERVE_MIN: Final = 16 * _MIB
 _RESERVE_MAX: Final = 64 * _MIB
-"""Memory that jobs cannot have: supervisor (about 15 MiB), a file worker, kernel slab. An eighth between the bounds."""
+"""Memory that is free once the supervisor runs and that jobs cannot have: its pages in the cache, a file
+worker, slab.
+
+An eighth of what is free, between the bounds. Without it the kernel runs out before the jobs' group does: it
+then evicts the supervisor's own code and takes half a minute to kill somebody.
+"""
 _PIDS_RESERVE: Final = 64
 _PIDS_CEILING: Final = 32768
 """Linux's default kernel.pid_max."""
@@ -140,7 +145,7 @@ class Tree:
         self.jobs_path = f"{root}/jobs"
         self.pids_max: int | None = None
 
-    def prepare(self, *, memory_bytes: int, threads_max: int) -> None:
+    def prepare(self, *, available_bytes: int, threads_max: int) -> None:
         """Makes the tree, moves this process into `supervisor`, sets the limits of `jobs`."""
         available = read_knob(f"{self.root}/cgroup.controllers").split()
         wanted = [name for name in ("memory", "pids") if name in available]
@@ -152,9 +157,9 @@ class Tree:
             write_knob(f"{self.root}/cgroup.subtree_control", f"+{name}")
             write_knob(f"{self.jobs_path}/cgroup.subtree_control", f"+{name}")
         if "memory" in wanted:
-            reserve = min(max(memory_bytes // 8, _RESERVE_MIN), _RESERVE_MAX)
-            write_knob(f"{self.jobs_path}/memory.max", str(memory_bytes - reserve))
-            write_knob(f"{self.root}/supervisor/memory.min", str(reserve // 2))
+            reserve = min(max(available_bytes // 8, _RESERVE_MIN), _RESERVE_MAX)
+            write_knob(f"{self.jobs_path}/memory.max", str(available_bytes - reserve))
+            write_knob(f"{self.root}/supervisor/memory.min", str(reserve))
         if "pids" in wanted:
             whole = min(threads_max, _PIDS_CEILING) - _PIDS_RESERVE
             write_knob(f"{self.jobs_path}/pids.max", str(whole))

@@ -1,10 +1,10 @@
 """The guest's end of the channel: one byte stream to the host, many streams in it, flow control for each.
 
-The host speaks first: its HELLO resets every stream and credit, and only then does the guest say anything. After the
-acknowledgement of a freeze (`Stream.close_last`) the guest is silent and deaf until the next HELLO, whatever comes.
-A stream carries one call: OPEN, the opener's body, the answerer's body, CLOSE. This module knows frames and fairness,
-not operations (`supervisor`). It never blocks and keeps at most one turn's worth of frames in memory: bodies are
-pulled from their producers when the window and the transport have room.
+The host speaks first: its HELLO resets every stream and credit, and only then does the guest say anything.
+After the acknowledgement of a freeze (`Stream.close_last`) the guest is silent and deaf until the next HELLO,
+whatever comes. A stream carries one call: OPEN, the opener's body, the answerer's body, CLOSE. This module
+knows frames and fairness, not operations (`supervisor`). It never blocks and keeps at most one turn's worth
+of frames in memory: bodies are pulled from their producers when the window and the transport have room.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from guest import framing
 from guest.errors import OpError
@@ -43,7 +43,7 @@ class Stream:
     """One call in progress, from either side.
 
     Attributes:
-        on_body: Called with (bytes, end) as the other side's body arrives; `consumed` must follow for the bytes.
+        on_body: Called with (bytes, end) as the other side's body arrives; `consumed` must follow.
         on_closed: Called with the CLOSE's object, for a call that the guest made.
         on_abandoned: Called when the other side or a HELLO gave the call up; nothing can be sent any more.
     """
@@ -181,7 +181,7 @@ class Channel:
 
     Args:
         fd: Non-blocking; stays the caller's.
-        on_hello: Gets the host's HELLO object and returns the answer's; the streams of before are gone already.
+        on_hello: Gets the host's HELLO object and returns the answer's; earlier streams are gone by then.
         on_open: Gets every call that the host opens.
         on_eof: Called when the other end closed for good; a port whose host comes back has no such end.
     """
@@ -346,7 +346,7 @@ class Channel:
         request = _object_of(frame.payload)
         op, args = request.get("op"), request.get("args")
         if isinstance(op, str) and isinstance(args, dict):
-            self._on_open(stream, op, args)
+            self._on_open(stream, op, cast("dict[str, Any]", args))
         else:
             stream.fail(OpError("invalid_argument", "a call is {op, args}"))
 
@@ -390,4 +390,4 @@ def _object_of(payload: bytes) -> dict[str, Any]:
         value = json.loads(payload)
     except (ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

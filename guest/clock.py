@@ -1,8 +1,8 @@
 """Time as jobs see it: run time, which stands still while they are frozen.
 
-Built on CLOCK_MONOTONIC but independent of what that does over a suspension: `freeze` remembers the run time and
-`thaw` continues from it, whether the monotonic clock went on, stood still, or jumped meanwhile. It sets no clock of
-the machine; that is `platform`'s.
+Built on CLOCK_MONOTONIC but independent of what that does over a suspension: `freeze` remembers the run time
+and `thaw` continues from it, whether the monotonic clock went on, stood still, or jumped meanwhile. It sets
+no clock of the machine; that is `platform`'s.
 """
 
 from __future__ import annotations

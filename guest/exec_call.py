@@ -1,7 +1,7 @@
 """The `exec` call: collects the command and its standard input from the stream, then starts the job.
 
-The body is the specification, `spec_bytes` of JSON, and then the standard input, which goes to an anonymous file as
-it comes and never through this process's memory at once. What a job is: `jobs`.
+The body is the specification, `spec_bytes` of JSON, and then the standard input, which goes to an anonymous
+file as it comes and never through this process's memory at once. What a job is: `jobs`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from guest.channel import Stream
 from guest.errors import OpError
@@ -107,6 +107,7 @@ def _spec_of(args: dict[str, Any], text: bytes) -> JobSpec:
         raise OpError("invalid_argument", "the specification is not JSON") from error
     if not isinstance(spec, dict):
         raise OpError("invalid_argument", "the specification is not an object")
+    fields = cast("dict[str, Any]", spec)
     job_id = args.get("job_id")
     if not isinstance(job_id, str) or not _JOB_ID.fullmatch(job_id):
         raise OpError("invalid_argument", "job_id: 1 to 64 letters, digits, _ or -")
@@ -115,9 +116,9 @@ def _spec_of(args: dict[str, Any], text: bytes) -> JobSpec:
         raise OpError("invalid_argument", f"output_limit_bytes: 0 to {OUTPUT_LIMIT_MAX}")
     return JobSpec(
         job_id=job_id,
-        command=_command_of(spec.get("command")),
+        command=_command_of(fields.get("command")),
         cwd=_cwd_of(args.get("cwd")),
-        env=_env_of(spec.get("env")),
+        env=_env_of(fields.get("env")),
         timeout_s=_timeout_of(args.get("timeout_s")),
         output_limit_bytes=limit,
     )
@@ -156,8 +157,8 @@ def _env_of(value: object) -> dict[bytes, bytes]:
     if not isinstance(value, dict):
         raise OpError("invalid_argument", "env: an object of texts")
     env: dict[bytes, bytes] = {}
-    for name, text in value.items():
-        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+    for name, text in cast("dict[str, Any]", value).items():
+        if not _ENV_NAME.fullmatch(name):
             raise OpError("invalid_argument", "env: a name is not one that a shell can use")
         env[name.encode()] = _text_of(text, f"env {name}")
     return env

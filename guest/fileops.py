@@ -1,8 +1,9 @@
 """What a file worker does, with the rights of the guest's user: reads, writes and syncs, each one call long.
 
-Every path is resolved beneath the workspace by openat2; a symlink inside may be followed, a magic link never, and a
-write never follows the last one. Only regular files are read or written. Runs in a child process that blocks as it
-likes; `files` is the supervisor's end of its socket. Messages (one packet each) begin with a letter:
+Every path is resolved beneath the workspace by openat2; a symlink inside may be followed, a magic link never,
+and a write never follows the last one. Only regular files are read or written. Runs in a child process that
+blocks as it likes; `files` is the supervisor's end of its socket. Messages (one packet each) begin with a
+letter:
 
     to the worker    C call (JSON)   D bytes of the body   E end of the body   X the caller is gone
     from the worker  D bytes of the body   O done (JSON)   F failed (JSON)
@@ -34,7 +35,7 @@ Body = Iterator[bytes]
 Send = Callable[[bytes], None]
 
 
-class CallerGone(Exception):
+class CallerGoneError(Exception):
     """Nobody waits for this call any more; what it did so far is taken back."""
 
 
@@ -48,7 +49,7 @@ class _OpenHow(ctypes.Structure):
 
 
 def _find_sha256() -> Callable[[], _Hash]:
-    """SHA-256 without OpenSSL, whose libraries would double a worker's memory; `hashlib`'s where there is no other."""
+    """SHA-256 without OpenSSL, whose libraries would double a worker's memory, where Python has one."""
     for name in ("_sha2", "_sha256"):  # 3.12 on, 3.11
         with contextlib.suppress(ImportError):
             return importlib.import_module(name).sha256
@@ -208,7 +209,7 @@ def _existing_mode(parent: int, name: str) -> int | None:
 
 
 def _replace(parent: int, name: str, mode: int | None, body: Body) -> dict[str, Any]:
-    """Temporary name, fsync, rename, fsync of the directory: a reader sees the old file or the new one, whole."""
+    """Temporary name, fsync, rename, fsync of the directory: a reader sees the whole old file or the new."""
     old_mode = _existing_mode(parent, name)
     temporary = f".microvm-{os.urandom(8).hex()}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=parent)
@@ -287,7 +288,7 @@ def serve(workspace: Workspace, receive: Callable[[], bytes], send: Send) -> Non
             answer = b"O" + json.dumps(_run(workspace, call, receive, send)).encode()
         except OpError as error:
             answer = _failure(error)
-        except CallerGone:
+        except CallerGoneError:
             answer = _failure(OpError("internal", "the caller is gone"))
         except OSError as error:
             answer = _failure(OpError.of_errno(error.errno or 0, "path"))
@@ -317,7 +318,7 @@ def _run(
 
 
 class _Body:
-    """The body of a call, as packets; whatever happens it is read to its end, so that the next call begins clean."""
+    """The body of a call, as packets, read to its end whatever happens: the next call begins clean."""
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
         self._receive = receive
@@ -331,9 +332,9 @@ class _Body:
                 continue
             self._ended = True
             if packet[:1] != b"E":
-                raise CallerGone
+                raise CallerGoneError
 
     def discard_rest(self) -> None:
-        with contextlib.suppress(CallerGone):
+        with contextlib.suppress(CallerGoneError):
             for _ in self:
                 pass

@@ -1,7 +1,8 @@
-"""The supervisor's end of the file workers: children with the guest user's rights that may block, so that it never does.
+"""The supervisor's end of the file workers.
 
-One worker is kept; more are forked while calls overlap. A worker that dies (the guest's user may kill it) fails its
-call and is replaced. What they do is `fileops`.
+They are children with the guest user's rights that may block, so that the supervisor never does. One worker
+is kept; more are forked while calls overlap. A worker that dies (the guest's user may kill it) fails its call
+and is replaced. What they do is `fileops`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Worker:
         self.watch()
 
     def watch(self) -> None:
-        """Listens to what matters now: its packets while there is room, its socket's room while there are packets."""
+        """Listens to what matters now: packets while there is room for them, room while there are packets."""
         call = self.call
         events = 0
         if call is None or len(call.ahead) < _AHEAD_PACKETS:
@@ -246,7 +247,8 @@ class FilePool:
 
     def _fork(self) -> Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        gc.freeze()  # what exists now is shared with the child page by page; do not make the collector write to it
+        # Pages shared with the child stay shared: the collector no longer writes to what exists now.
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
             self._become_worker(theirs)
@@ -275,8 +277,8 @@ class FilePool:
             channel.setblocking(True)
             with contextlib.suppress(ConnectionError):
                 fileops.serve(fileops.Workspace(root_fd), lambda: channel.recv(_PACKET_MAX), _sender(channel))
-        except BaseException:  # noqa: BLE001 - a forked child must never return into the loop
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:  # noqa: BLE001 - a forked child must never return into the loop
+            sys.excepthook(type(error), error, error.__traceback__)
         finally:
             os._exit(1)
 

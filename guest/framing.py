@@ -4,8 +4,8 @@ A frame is a 20-byte little-endian header and at most 32 KiB of payload:
 
     0 magic "MVM1" | 4 kind | 5 flags | 6 zero u16 | 8 stream u32 | 12 length u32 | 16 crc32 u32 | 20 payload
 
-The checksum covers bytes 0 to 15 and the payload. No I/O and no meaning here: `channel` knows what the kinds do.
-The host has the same in C (`native/frame.c`); each is the other's oracle in the tests.
+The checksum covers bytes 0 to 15 and the payload. No I/O and no meaning here: `channel` knows what the kinds
+do. The host has the same in C (`native/frame.c`); each is the other's oracle in the tests.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def _problem_of(kind: int, flags: int, stream: int, length: int) -> str:
 class Decoder:
     """Turns a stream of bytes, cut anywhere, into frames. Starts out awaiting a HELLO.
 
-    While awaiting, anything is skipped up to the first HELLO that is complete and valid: the one whose last byte
-    comes first, so that a false beginning can never hide a true one behind it. After it every byte must belong to
-    a valid frame.
+    While awaiting, anything is skipped up to the first HELLO that is complete and valid: the one whose last
+    byte comes first, so that a false beginning can never hide a true one behind it. After it every byte must
+    belong to a valid frame.
     """
 
     __slots__ = ("_awaiting", "_buffer", "_seen")
@@ -104,7 +104,8 @@ class Decoder:
         """Takes the next bytes; returns the frames that they complete.
 
         Raises:
-            FramingError: in framed mode, when the bytes are not a frame. Frames before the bad bytes are lost too.
+            FramingError: in framed mode, when the bytes are not a frame. Frames before the bad bytes are lost
+            too.
         """
         self._buffer += data
         frames: list[Frame] = []
@@ -126,7 +127,7 @@ class Decoder:
         """The frame at `at` and where the next begins; None while it is incomplete."""
         buffer = self._buffer
         have = len(buffer) - at
-        if buffer[at : at + 4] != MAGIC[:have]:
+        if not MAGIC.startswith(bytes(buffer[at : at + 4])):
             raise FramingError("no frame begins here")
         if have < HEADER_BYTES:
             return None, at

@@ -3,9 +3,10 @@
     start ──► running ──main process ends──► completed
                  └─ cancel, timeout: TERM to the whole cgroup, 2 s of run time, cgroup.kill ─► completed
 
-A job ends when its main process ends; what it left behind stays in its cgroup, is counted, and is not timed. After a
-cancel or a timeout a job is completed only when its cgroup is empty. All time here is run time (`clock`). This module
-knows neither the channel nor how bytes are kept (`output`) or processes begin (`spawn`).
+A job ends when its main process ends; what it left behind stays in its cgroup, is counted, and is not timed.
+After a cancel or a timeout a job is completed only when its cgroup is empty. All time here is run time
+(`clock`). This module knows neither the channel nor how bytes are kept (`output`) or processes begin
+(`spawn`).
 """
 
 from __future__ import annotations
@@ -338,7 +339,7 @@ class Jobs:
             self._complete(job)
 
     def cancel(self, job: Job) -> None:
-        """Ends the job and all that belongs to it; of a completed one, what it left behind, the result staying."""
+        """Ends the job and all that belongs to it; of a completed one, only what it left behind."""
         if not job.completed:
             job.cancelled = job.cancelled or not job.timed_out
         elif job.events_fd < 0:
@@ -361,7 +362,7 @@ class Jobs:
         return job.background
 
     def run_noop(self, on_done: Callable[[OpError | None], None]) -> None:
-        """Runs the warm-up command (`bash -c true`), outside of what is frozen; calls that overlap share one run."""
+        """Runs `bash -c true`, outside of what is frozen, to warm up; overlapping calls share a run."""
         self._noop_pending.append(on_done)
         if len(self._noop_pending) > 1:
             return

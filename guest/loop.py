@@ -1,7 +1,8 @@
 """The one loop that everything in the supervisor runs on: descriptors that are ready, and timers.
 
-Single-threaded and never blocking: whatever could block is done by a child process. It knows no meaning of what it
-watches. Timers run on the loop's own clock; `clock.RunClock` decides which timers may run while jobs are frozen.
+Single-threaded and never blocking: whatever could block is done by a child process. It knows no meaning of
+what it watches. Timers run on the loop's own clock; `clock.RunClock` decides which timers may run while jobs
+are frozen.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import select
+import sys
 import time
 from collections.abc import Callable
 from typing import Final
@@ -20,6 +22,14 @@ PRIORITY: Final = select.EPOLLPRI | select.EPOLLERR
 EDGE: Final = select.EPOLLET
 
 Callback = Callable[[int], None]
+
+
+def _guard(action: Callable[..., None], *args: int) -> None:
+    """Calls `action`; a resource that ran out in the middle of it is told and survived, a bug is not."""
+    try:
+        action(*args)
+    except (OSError, MemoryError) as error:
+        sys.stderr.write(f"supervisor: {error!r}\n")
 
 
 class Timer:
@@ -84,16 +94,16 @@ class Loop:
         for fd, events in self._epoll.poll(self._wait_s()):
             callback = self._callbacks.get(fd)
             if callback is not None:
-                callback(events)
+                _guard(callback, events)
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.action is not None:
-                timer.action()
+                _guard(timer.action)
         while self._soon:
             batch, self._soon = self._soon, []
             for action in batch:
-                action()
+                _guard(action)
 
     def _wait_s(self) -> float | None:
         if self._soon:

@@ -1,8 +1,9 @@
 """What a job writes: two pipes drained at once, a bounded beginning kept, everything counted.
 
-The command is never blocked by us: what is beyond the limit goes from the pipe to /dev/null inside the kernel. Little
-output stays in memory; more goes to files that only root can read, on the guest's disk. A full disk cuts the output
-and says so. After the main process has ended, what its children write is drained and neither kept nor counted.
+The command is never blocked by us: what is beyond the limit goes from the pipe to /dev/null inside the
+kernel. Little output stays in memory; more goes to files that only root can read, on the guest's disk. A full
+disk cuts the output and says so. After the main process has ended, what its children write is drained and
+neither kept nor counted.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Capture:
         return ends[0], ends[1]
 
     def _reader(self, which: int) -> Callable[[int], None]:
-        return lambda _events: self._drain(which)
+        def read(_events: int) -> None:
+            self._drain(which)
+
+        return read
 
     def _drain(self, which: int) -> int:
         """Takes what one read gives; returns its size, 0 at the end, -1 when nothing is there."""
@@ -123,7 +127,7 @@ class Capture:
         self._write(which, data)
 
     def _spill(self) -> bool:
-        """Moves what is in memory to files; False when the disk does not take it (it stays in memory then)."""
+        """Moves what is in memory to files; False, and it stays, when the disk does not take it."""
         assert self._memory is not None
         memory = self._memory
         try:

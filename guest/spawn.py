@@ -1,8 +1,8 @@
-"""The way in which a command comes to life: `launch` started by posix_spawn, in the job's cgroup, with the job's rights.
+"""The way in which a command comes to life: in the job's cgroup, with the job's rights, by posix_spawn.
 
 A fork of this interpreter would cost more than everything else under emulation, hence the static launcher
-(`launch.c`), which reports through a pipe what it could not do. This module starts and says how it went; `jobs`
-knows what a job is.
+(`launch.c`), which reports through a pipe what it could not do. This module starts and says how it went;
+`jobs` knows what a job is.
 """
 
 from __future__ import annotations
@@ -74,9 +74,16 @@ def launch(
     """Starts `argv` in `group`; `on_outcome` learns whether the command itself began.
 
     Args:
+        loop: Watches for the launcher's report.
+        host: What every launch shares.
+        group: The job's cgroup.
+        argv: The command, its program by absolute path.
+        env: The whole environment.
         cwd: Relative to the workspace.
         stdio: Become 0, 1 and 2; all descriptors stay the caller's.
         kept_fd: One more for the command; -1 for none.
+        on_outcome: Gets None, or the error for the caller.
+        on_outcome: Gets None, or the error for the caller.
 
     Returns:
         The pid, whose exit the caller must expect whatever the outcome.

@@ -2,9 +2,9 @@
 
     booting ──configure, thaw──► running ──freeze──► frozen ──HELLO, configure, thaw──► running
 
-One loop, one thread. Nothing of a user's runs before the clock, entropy and identity are set: a thaw is refused until
-a configure has succeeded since the start or the last freeze. Run as PID 1 of a guest, or with `--transport-fd` as an
-ordinary process (see `main`). The pieces: `channel`, `jobs`, `files`, `platform`.
+One loop, one thread. Nothing of a user's runs before the clock, entropy and identity are set: a thaw is
+refused until a configure has succeeded since the start or the last freeze. Run as PID 1 of a guest, or with
+`--transport-fd` as an ordinary process (see `main`). The pieces: `channel`, `jobs`, `files`, `platform`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from guest.files import FilePool
 from guest.jobs import Job, Jobs
 from guest.loop import PRIORITY, READ, Loop, Timer
 from guest.output import STDERR, STDOUT
-from guest.platform import GuestPlatform, HostPlatform, Platform, find_port, is_identity
+from guest.platform import GuestPlatform, HostPlatform, Platform, find_port, is_identity, memory_facts
 from guest.spawn import Host
 
 INLINE_BYTES: Final = 16384
@@ -127,7 +127,7 @@ class Supervisor:
         except OSError as error:
             stream.fail(OpError.of_errno(error.errno or 0, op))
 
-    # Time and identity ------------------------------------------------------------------------------------
+    # ---- Time and identity
 
     def _configure(self, stream: Stream, args: dict[str, Any]) -> None:
         if not self.clock.frozen:
@@ -142,21 +142,28 @@ class Supervisor:
             raise OpError("invalid_argument", "entropy_hex: hexadecimal digits") from error
         if not _MIN_ENTROPY_BYTES <= len(entropy) <= 1024:
             raise OpError("invalid_argument", f"entropy_hex: {_MIN_ENTROPY_BYTES} to 1024 bytes")
-        identity = args.get("identity")
+        identity = self._identity_of(args.get("identity"))
         if args.get("network") is not None:
             raise OpError("invalid_argument", "network: this supervisor has none to configure")
         clock_set_ns = self._platform.set_realtime(realtime_ns)
         self._platform.add_entropy(entropy)
         if identity is not None:
-            machine_id = identity.get("machine_id") if isinstance(identity, dict) else None
-            hostname = identity.get("hostname") if isinstance(identity, dict) else None
-            if not is_identity(machine_id, hostname):
-                raise OpError(
-                    "invalid_argument", "identity: machine_id of 32 hexadecimal digits, and hostname"
-                )
-            self._platform.become(machine_id, hostname)
+            self._platform.become(*identity)
         self._configured = True
         stream.answer({"clock_set_ns": clock_set_ns})
+
+    @staticmethod
+    def _identity_of(value: Any) -> tuple[str, str] | None:
+        """Machine id and host name; None where the guest stays who it is."""
+        if value is None:
+            return None
+        try:
+            machine_id, hostname = value["machine_id"], value["hostname"]
+        except (KeyError, TypeError) as error:
+            raise OpError("invalid_argument", "identity: machine_id and hostname") from error
+        if not is_identity(machine_id, hostname):
+            raise OpError("invalid_argument", "identity: 32 hexadecimal digits, and a host name")
+        return machine_id, hostname
 
     def _thaw(self, stream: Stream, _args: dict[str, Any]) -> None:
         if self.clock.frozen:
@@ -205,7 +212,7 @@ class Supervisor:
     def _noop(self, stream: Stream, _args: dict[str, Any]) -> None:
         self.jobs.run_noop(lambda error: stream.fail(error) if error else stream.answer({}))
 
-    # Jobs -------------------------------------------------------------------------------------------------
+    # ---- Jobs
 
     def _exec(self, stream: Stream, args: dict[str, Any]) -> None:
         self._require_running()
@@ -260,7 +267,7 @@ class Supervisor:
         self._loop.soon(self._send_notices)  # behind the answer of an exec that ended at once
 
     def _send_notices(self) -> None:
-        """Tells the host of jobs that ended; what a suspension interrupts is told again after the next HELLO."""
+        """Tells the host of jobs that ended; what a suspension cuts is told again after the next HELLO."""
         while self._notices and self._notices_in_flight < _NOTICES_IN_FLIGHT and not self._channel.silent:
             notice = self._notices.popleft()
             op, job = notice
@@ -291,7 +298,7 @@ class Supervisor:
 
         return lost
 
-    # Files and the machine --------------------------------------------------------------------------------
+    # ---- Files and the machine
 
     def _file(self, op: str) -> Callable[[Stream, dict[str, Any]], None]:
         def run(stream: Stream, args: dict[str, Any]) -> None:
@@ -306,7 +313,7 @@ class Supervisor:
         running = sum(not job.completed for job in self.jobs)
         stream.answer(
             {
-                "memory": _memory_facts(),
+                "memory": memory_facts(),
                 "jobs": {"running": running, "remembered": sum(1 for _ in self.jobs)},
                 "supervisor_rss_kib": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
                 "realtime_ns": time.time_ns(),
@@ -319,17 +326,6 @@ class Supervisor:
         os.sync()
         stream.answer({})
         self._channel.when_flushed(self._platform.power_off)
-
-
-def _memory_facts() -> dict[str, int]:
-    """Total and available memory in KiB."""
-    facts: dict[str, int] = {}
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
-                facts["total_kib" if name == "MemTotal" else "available_kib"] = int(rest.split()[0])
-    return facts
 
 
 def _watch_children(loop: Loop, jobs: Jobs) -> None:
@@ -411,7 +407,7 @@ def _run(
     _raise_file_limit()
     _prepare_spool(spool)
     tree = Tree(cgroup)
-    tree.prepare(memory_bytes=platform.memory_bytes(), threads_max=platform.threads_max())
+    tree.prepare(available_bytes=platform.available_bytes(), threads_max=platform.threads_max())
     loop = Loop()
     supervisor = Supervisor(loop, fd, platform, tree, host, spool=spool, env=env, on_end=lambda: on_end(loop))
     _watch_children(loop, supervisor.jobs)

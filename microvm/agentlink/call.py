@@ -1,7 +1,7 @@
 """One stream of the channel, from either side: credit, bodies, and how it ended.
 
-State only, and the waiting on it; frames are written by `link`, which is the one that hands this module what arrived.
-A call never holds more than one window of unread bytes, whatever the guest sends.
+State only, and the waiting on it; frames are written by `link`, which is the one that hands this module what
+arrived. A call never holds more than one window of unread bytes, whatever the guest sends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Call:
         self._changed.set()
         self._changed = trio.Event()
 
-    # What arrives, from the reader: never waits --------------------------------------------------------------
+    # ---- What arrives, from the reader: never waits
 
     def take_data(self, data: bytes, *, end: bool) -> None:
         """A DATA frame.
@@ -111,7 +111,7 @@ class Call:
         self._frame_queued = False
         self._wake()
 
-    # What callers do -----------------------------------------------------------------------------------------
+    # ---- What callers do
 
     async def send(self, data: bytes, *, end: bool = False) -> None:
         """Sends bytes of this side's body, `end` with the last; waits for credit and for its turn.

@@ -3,16 +3,17 @@
     open_link ──► silent ──hello──► speaking ──freeze──► silent ──hello──► …
                      └──────────── a broken stream ends every wait with guest_unreachable
 
-The host speaks first after a connect and after a freeze; in between, while the guest may be stopped, it writes
-nothing. The reader never waits for a consumer, so that one slow call cannot hold up another, and memory is bounded by
-24 windows each way. Everything from the guest is hostile: a rule that is broken breaks the link.
+The host speaks first after a connect and after a freeze; in between, while the guest may be stopped, it
+writes nothing. The reader never waits for a consumer, so that one slow call cannot hold up another, and
+memory is bounded by 24 windows each way. Everything from the guest is hostile: a rule that is broken breaks
+the link.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -107,6 +108,7 @@ class AgentLink(Operations):
 
         Args:
             generation: The host's agent generation, which the guest repeats.
+            timeout_s: Seconds until the guest must have answered; it may still be booting.
         """
         self._raise_if_broken()
         self._fall_silent(GuestError("guest_unreachable", "the call was cut by a new hello"))
@@ -135,6 +137,8 @@ class AgentLink(Operations):
         """Makes one call and waits for its whole answer.
 
         Args:
+            op: The operation.
+            args: Its arguments, at most a frame of JSON.
             body: What follows the arguments; an iterable is taken as fast as the guest reads.
             timeout_s: Seconds for all of it; then the call is abandoned.
             max_body_bytes: A longer answer breaks the link.
@@ -154,7 +158,7 @@ class AgentLink(Operations):
         raise GuestError("guest_timeout", f"the guest did not answer {op} within {timeout_s:g} s")
 
     @asynccontextmanager
-    async def call_stream(self, op: str, args: Mapping[str, Any]) -> AsyncIterator[Call]:
+    async def call_stream(self, op: str, args: Mapping[str, Any]) -> AsyncGenerator[Call]:
         """Opens a call whose bodies the caller sends and receives piece by piece; no deadline of its own.
 
         The caller sends its body, `end=True` with the last, receives until None, and takes `outcome`. Leaving
@@ -185,10 +189,10 @@ class AgentLink(Operations):
         return (await self.call("freeze", {}, timeout_s=timeout_s)).ok
 
     async def drain_to_eof(self) -> None:
-        """Waits until everything that the guest had sent is read and the stream has ended: after the VMM's death."""
+        """Waits until all that the guest had sent is read and the stream has ended, after the VMM's death."""
         await self._ended.wait()
 
-    # The writer's side ---------------------------------------------------------------------------------------
+    # ---- The writer's side
 
     def put(self, frame: bytes, owner: Call | None = None, *, hello: bool = False) -> None:
         """Queues a frame for the writer; dropped while the host must be silent."""
@@ -239,13 +243,13 @@ class AgentLink(Operations):
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError) as error:
             self._break(_unreachable(error))
 
-    # The reader's side ---------------------------------------------------------------------------------------
+    # ---- The reader's side
 
     async def _serve_reads(self) -> None:
         try:
             while data := await self._stream.receive_some(_READ_BYTES):
                 if self._broken is None:
-                    self._take_bytes(data)
+                    self._take_bytes(bytes(data))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self._break(_unreachable(error))
         else:
@@ -348,10 +352,11 @@ def _unreachable(error: Exception) -> GuestError:
 
 
 @asynccontextmanager
-async def open_link(stream: trio.abc.Stream, *, on_guest_stream: GuestHandler) -> AsyncIterator[AgentLink]:
+async def open_link(stream: trio.abc.Stream, *, on_guest_stream: GuestHandler) -> AsyncGenerator[AgentLink]:
     """A link over a connected stream; call `hello` first.
 
     Args:
+        stream: Bytes to and from the guest's agent port.
         on_guest_stream: Called, each in its own task, for every call that the guest makes.
 
     Ownership: the stream stays the caller's and is not closed; leaving cancels what is open.

@@ -14,7 +14,7 @@ from microvm.wire import agent
 from microvm.wire.agent import FilePart, JobSummary, ProtocolError, Reply
 
 CALL_TIMEOUT_S: Final = 30.0
-"""For a call that a healthy guest answers in milliseconds; emulated and on a busy host it may take seconds."""
+"""For a call that a healthy guest answers in milliseconds, and one on a busy host in seconds."""
 _LIST_BYTES: Final = 1 << 20
 """256 summaries with a message each are under 300 KiB."""
 _OUTPUT_BYTES: Final = 16 << 20
@@ -86,6 +86,8 @@ class Operations:
         """Starts a command; the same job id again starts nothing and answers the same.
 
         Args:
+            job_id: Chosen by the host.
+            spec: What to run.
             env: The whole environment beside the guest's own; `spec.env` when None.
             timeout_s: For the start, not for the command.
 

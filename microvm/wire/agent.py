@@ -1,9 +1,9 @@
 """Messages of the guest channel: what HELLO, OPEN, CLOSE and RESET carry, as values.
 
-Pure: bytes in, values out. What comes from a guest is hostile input: sizes are bounded by the frame, depth, types and
-ranges here; a message that breaks a rule is a `ProtocolError`, after which the connection is of no further use. It
-must not know streams or credit (`agentlink`) nor what an operation is for (`fleet`). The guest's end is
-`guest/supervisor.py`.
+Pure: bytes in, values out. What comes from a guest is hostile input: sizes are bounded by the frame, depth,
+types and ranges here; a message that breaks a rule is a `ProtocolError`, after which the connection is of no
+further use. It must not know streams or credit (`agentlink`) nor what an operation is for (`fleet`). The
+guest's end is `guest/supervisor.py`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_depth(value: object) -> None:
-    """Refuses what nests deeper than any message does; the parser itself stops at Python's recursion limit."""
+    """Refuses what nests deeper than any message; the parser itself stops at the recursion limit."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
@@ -279,7 +279,8 @@ def parse_open(payload: bytes) -> tuple[str, dict[str, Any]]:
     args = cast("dict[str, Any]", value).get("args") if isinstance(value, dict) else None
     if not isinstance(args, dict):
         raise ProtocolError("a call without arguments")
-    return Fields(value).text("op", most=64), cast("dict[str, Any]", args)
+    fields = Fields(cast("object", value))
+    return fields.text("op", most=64), cast("dict[str, Any]", args)
 
 
 def encode_data(stream: int, data: bytes, *, end: bool = False) -> bytes:

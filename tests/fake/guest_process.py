@@ -1,8 +1,8 @@
 """The guest's supervisor, as a process of this machine: own cgroup, own workspace, one end of a socket pair.
 
-It touches nothing of the machine: clock, entropy and identity are behind the supervisor's own seam. Needs root and
-a cgroup v2 mount (beside v1 is enough). Neighbours: `vmm` puts a VMM's face on it; the tests of `agentlink` and
-`guest` use it bare.
+It touches nothing of the machine: clock, entropy and identity are behind the supervisor's own seam. Needs
+root and a cgroup v2 mount (beside v1 is enough). Neighbours: `vmm` puts a VMM's face on it; the tests of
+`agentlink` and `guest` use it bare.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class GuestProcess:
     async def freeze(self) -> None:
         """Returns when nothing of the guest runs any more."""
         self.set_frozen(frozen=True)
-        while not self._event("frozen"):
+        while not self._event("frozen"):  # noqa: ASYNC110 - Trio has no wait for POLLPRI
             await trio.sleep(_LOOK_S)
 
     def kill(self) -> None:

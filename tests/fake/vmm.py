@@ -1,8 +1,9 @@
-"""A VMM whose machine is the real supervisor in a process: `microvm.vmm.base` for tests, with failures on demand.
+"""A VMM whose machine is the real supervisor in a process: `microvm.vmm.base` for tests, with failures on
+demand.
 
-Its processors are a cgroup's freezer. Its disk is the workspace, packed into the plan's disk file whenever the
-machine stops, so that files that are cloned are machines that are cloned. Its checkpoint holds no memory: a load gives
-a guest that has just booted, with the disk as it was, and every job is gone (`KEEPS_MEMORY`).
+Its processors are a cgroup's freezer. Its disk is the workspace, packed into the plan's disk file whenever
+the machine stops, so that files that are cloned are machines that are cloned. Its checkpoint holds no memory:
+a load gives a guest that has just booted, with the disk as it was, and every job is gone (`KEEPS_MEMORY`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FakeVmmKind:
         self._holds: defaultdict[str, deque[Hold]] = defaultdict(deque)
 
     def fail(self, step: str, error: Exception | None = None) -> None:
-        """The next time that `step` (open, connect, boot, load, cont, stop, save, kill) is reached, it fails."""
+        """The next `step` (open, connect, boot, load, cont, stop, save, kill) fails."""
         self._failures[step].append(error or VmmError(f"{step} fails, as the test wants it"))
 
     def hold(self, step: str) -> Hold:
@@ -84,7 +85,7 @@ class FakeVmmKind:
         await self.reach("open")
         disk_fd = os.dup(plan.disk_fd)
         guest = GuestProcess(
-            Path(f"/proc/self/fd/{plan.cgroup_fd}").readlink(), frozen=True, log_fd=plan.console_fd
+            Path(os.readlink(f"/proc/self/fd/{plan.cgroup_fd}")), frozen=True, log_fd=plan.console_fd
         )
         vmm = FakeVmm(self, plan, guest, disk_fd)
         self.machines.append(vmm)
