@@ -111,7 +111,8 @@ class JobTable:
     def heard(self, summary: JobSummary) -> JobRecord | None:
         """Takes over what the guest says of a job; one that the host does not know is ignored.
 
-        An answer and an event may be heard in the other order than they were said in: what has ended stays so.
+        An answer and an event may be heard in the other order than they were said in: what has ended
+        stays so.
         """
         job = self._jobs.get(JobId(summary.job_id))
         if job is None:
@@ -154,8 +155,7 @@ class JobTable:
         old, new = (JobState.RUNNING, JobState.FROZEN) if frozen else (JobState.FROZEN, JobState.RUNNING)
         for job in list(self._jobs.values()):
             if job.state is old:
-                self._jobs[job.job_id] = job.with_(state=new)
-                self._ring(job.job_id)
+                self._put(job.with_(state=new))
 
     async def wait_change(self, job_id: JobId) -> None:
         """Returns at the next change of a job."""
