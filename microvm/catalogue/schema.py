@@ -58,9 +58,12 @@ def parse(model: type[P], arguments: object) -> P:
         raise _refuse(path, why) from None
 
 
+_COMPARED: Final = 80  # a name of megabytes would keep the comparison busy for seconds
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` most likely stands for; None where nothing is near."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(name[:_COMPARED], list(known), n=1, cutoff=0.6)), None)
 
 
 def _check_names(path: str, members: Mapping[str, Any], model: type[BaseModel]) -> None:

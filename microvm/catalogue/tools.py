@@ -245,7 +245,7 @@ def find(catalogue: Catalogue, name: str) -> Tool:
     tool = catalogue.get(name)
     if tool is not None:
         return tool
-    close = nearest(name[:80], catalogue)
+    close = nearest(name, catalogue)
     advice = f"did you mean {close}?" if close else "GET /v1/tools lists them"
     raise RequestError("not_found", f"there is no such tool; {advice}", {"nearest": close} if close else None)
 

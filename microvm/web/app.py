@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, cast
 
 import trio
-from quart import Response, g, request
+from quart import Response, g, request, websocket
+from quart.wrappers.base import BaseRequestWebsocket
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
@@ -62,7 +63,8 @@ def make_app(settings: WebSettings, calls: Calls, access: Access, ready: Callabl
     app.config["RESPONSE_TIMEOUT"] = RESPONSE_TIMEOUT_S
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.url_map.strict_slashes = False
-    app.before_request(functools.partial(_enter, access))
+    app.before_request(functools.partial(_enter, access, request))
+    app.before_websocket(functools.partial(_enter, access, websocket))
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _failure)
     _add_tools(app, settings, calls)
@@ -71,8 +73,8 @@ def make_app(settings: WebSettings, calls: Calls, access: Access, ready: Callabl
     return app
 
 
-async def _enter(access: Access) -> Response | None:
-    """Turn a request away, or note whose it is."""
+async def _enter(access: Access, request: BaseRequestWebsocket) -> Response | None:
+    """Turn a request or a WebSocket handshake away, or note whose it is."""
     g.trace_id = new_trace_id(request.headers.get("traceparent"))
     peer = Peer.of(cast("dict[str, Any]", request.scope))
     path = request.path

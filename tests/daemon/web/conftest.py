@@ -66,7 +66,6 @@ class FleetDouble:
     Attributes:
         calls: What was asked, in order: method and arguments.
         act: Awaited inside every mutation, so that a test can wait, fail or report progress there.
-        finished: Mutations that went to their end although nobody waited.
     """
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])

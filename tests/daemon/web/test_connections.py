@@ -275,3 +275,17 @@ async def test_nonsense_instead_of_http_ends_only_its_own_connection(doors: Any)
                 await stream.receive_some(4096)
     async with doors.http() as http:
         assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_a_websocket_handshake_without_a_token_is_turned_away_too(doors: Any) -> None:
+    for path in ("/mcp", "/v1/tools", "/nothing"):
+        stream = await trio.open_tcp_stream("127.0.0.1", doors.port)
+        async with stream:
+            handshake = (
+                f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+                "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            )
+            await stream.send_all(handshake.encode())
+            with trio.fail_after(5):
+                answer = await stream.receive_some(4096)
+        assert answer.startswith(b"HTTP/1.1 401"), answer

@@ -64,3 +64,13 @@ def test_a_long_key_does_not_make_a_long_message() -> None:
 def test_a_nan_of_ours_is_a_bug_and_never_sent() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         dumps({"x": float("nan")})
+
+
+@pytest.mark.parametrize("item", [b"[]", b'"\\",\\\\"', b"1", b'{"a,b":1}'])
+def test_more_values_than_any_call_has_are_refused(item: bytes) -> None:
+    with pytest.raises(RequestError, match="more than 20000 values"):
+        loads(b"[" + b",".join([item] * 20_001) + b"]")
+
+
+def test_commas_within_text_are_no_values() -> None:
+    assert loads(b'"' + b',\\",' * 100_000 + b'"') == ',",' * 100_000
