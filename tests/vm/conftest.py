@@ -41,6 +41,14 @@ def vm(client: Client) -> Iterator[Machine]:
     machine.destroy()
 
 
+@pytest.fixture(scope="module")
+def shared_vm(client: Client) -> Iterator[Machine]:
+    """A VM for those tests of a module that only run commands and keep to files of their own."""
+    machine = client.create(idle_seconds=0)
+    yield machine
+    machine.destroy()
+
+
 @pytest.fixture
 def make_service(image_dir: Path, vm_volume: Path, service: Service) -> Iterator[Callable[..., Service]]:
     """Makes services of the test's own, with more settings; not started, removed at the end."""
