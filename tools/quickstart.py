@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from microvm.cli.client import Client, find_endpoint
 from microvm.daemon.settings import (
     DEFAULT_CONFIG_PATH,
     DEFAULT_STATE_DIR,
+    SLOTS,
     Settings,
     dump_settings,
     parse_settings,
@@ -41,6 +43,8 @@ from microvm.store import open_registry
 GIB: Final = 2**30
 VOLUME_GIB: Final = 16  # four VMs of the default size with room for templates and the reserve
 SMALLEST_VOLUME_GIB: Final = 6  # one VM, its template and the reserve
+# Between systemd's container UIDs and those that do not fit 31 bits (systemd UIDS-GIDS): nobody's.
+FURTHER_UIDS: Final = range(1879048192, 2147483648)
 LEFT_FREE_GIB: Final = 4  # for the host: image builds, logs
 WORKSPACE: Final = "default"
 TOKEN_TTL_S: Final = 30 * 86400.0
@@ -135,6 +139,8 @@ def _configure(state_dir: Path, port: int | None) -> tuple[Path, Settings]:
         values = tomllib.loads(config.read_text("utf-8"))
     else:
         values = {"state_dir": str(state_dir), "vm_dir": str(state_dir / "vm"), "limits": _limits()}
+        if state_dir != DEFAULT_STATE_DIR:
+            values["uid_base"] = _uid_base(state_dir)
     values["listen"] = f"127.0.0.1:{port or 8090}"
     say(f"writing {config}")
     config.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +149,12 @@ def _configure(state_dir: Path, port: int | None) -> tuple[Path, Settings]:
         "# Written by tools/quickstart; every key is explained in examples/microvm.toml.\n" + text
     )
     return config, parse_settings(text, source=str(config))
+
+
+def _uid_base(state_dir: Path) -> int:
+    """UIDs for a further service on this host: a range of its own, since two services may not share one."""
+    number = int.from_bytes(hashlib.sha256(os.fsencode(state_dir)).digest()[:8], "big")
+    return FURTHER_UIDS.start + number % (len(FURTHER_UIDS) // SLOTS) * SLOTS
 
 
 def _limits() -> str:

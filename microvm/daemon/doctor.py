@@ -8,6 +8,7 @@ which says where to look; the wiring refuses on its own what must not be started
 from __future__ import annotations
 
 import enum
+import json
 import os
 import platform
 import pwd
@@ -24,6 +25,8 @@ from microvm.errors import HostError
 
 MIB: Final = 2**20
 GIB: Final = 2**30
+
+KVM_DEVICE: Final = Path("/dev/kvm")
 
 # cgroup.kill is 5.14; clone3 into a cgroup (5.7) and move_mount (5.2) are older.
 OLDEST_KERNEL: Final = (5, 14)
@@ -177,7 +180,7 @@ def check_accelerator(settings: Settings) -> Check:
     """Hardware virtualisation; without it guests run several times slower."""
     if settings.accel == "tcg":
         return Check("accelerator", Status.OK, "tcg, as configured")
-    device = Path("/dev/kvm")
+    device = KVM_DEVICE
     try:
         os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -187,7 +190,25 @@ def check_accelerator(settings: Settings) -> Check:
         return Check(
             "accelerator", Status.WARN, f"{seen}; guests run by translation (tcg)", "enable virtualisation"
         )
-    return Check("accelerator", Status.OK, f"{device} opens; `serve` proves by a boot whether it runs guests")
+    name, reason = _remembered_accelerator(settings.state_dir / "accelerator.json")
+    if name == "tcg":
+        return Check(
+            "accelerator", Status.WARN, f"tcg: {reason}", 'mend what QEMU says, or set accel = "tcg"'
+        )
+    if name is None:
+        return Check(
+            "accelerator", Status.OK, f"{device} opens; `serve` proves by a boot whether it runs guests"
+        )
+    return Check("accelerator", Status.OK, f"{name}: {reason}")
+
+
+def _remembered_accelerator(file: Path) -> tuple[str | None, str]:
+    """What `serve` found at its last start."""
+    try:
+        fields = json.loads(file.read_bytes())
+        return str(fields["name"]), str(fields["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
 
 
 def check_cgroups(settings: Settings) -> Check:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from microvm.daemon import doctor
 from microvm.daemon.doctor import Check, Status
 from microvm.daemon.settings import Settings
@@ -60,3 +62,12 @@ def test_a_budget_beyond_the_machine_is_a_warning() -> None:
 def test_json_has_mend_only_where_there_is_something_to_mend() -> None:
     assert Check("a", Status.OK, "b").to_json() == {"name": "a", "status": "ok", "seen": "b"}
     assert Check("a", Status.FAIL, "b", "c").to_json()["mend"] == "c"
+
+
+def test_what_serve_found_about_hardware_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "KVM_DEVICE", Path("/dev/null"))
+    settings = Settings(state_dir=tmp_path)
+    assert doctor.check_accelerator(settings).status is Status.OK
+    (tmp_path / "accelerator.json").write_text('{"name": "tcg", "reason": "no MSR"}', "utf-8")
+    check = doctor.check_accelerator(settings)
+    assert (check.status, check.seen) == (Status.WARN, "tcg: no MSR")
