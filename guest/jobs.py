@@ -12,6 +12,7 @@ After a cancel or a timeout a job is completed only when its cgroup is empty. Al
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -194,6 +195,8 @@ class Jobs:
             self._spawn(job, spec, on_outcome)
         except OSError as error:
             self._discard(job)
+            if error.errno == errno.E2BIG:
+                raise OpError("invalid_argument", "the environment is too large for Linux") from error
             raise OpError("internal", f"the guest cannot start a process: {error.strerror}") from error
         self._make_room()
         self._jobs[spec.job_id] = job

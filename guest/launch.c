@@ -45,9 +45,12 @@ static void write_file(const char *path, const char *text)
 /* What a command may count on: no signal blocked or ignored, usual descriptor limits, no core files. */
 static void reset_process(void)
 {
+    /* Not by signal(3), which refuses the two numbers that the C library keeps for itself; posix_spawn leaves
+     * those ignored. Zeroes are SIG_DFL, no flags, no mask. */
+    char fallback[64] = {0};
     sigset_t none;
     for (int number = 1; number < NSIG; number++)
-        signal(number, SIG_DFL);
+        syscall(SYS_rt_sigaction, number, fallback, NULL, NSIG / 8);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     struct rlimit files = {1024, 65536}, core = {0, 0};

@@ -32,7 +32,7 @@ class Host:
             self.loop,
             self.theirs.fileno(),
             on_hello=lambda hello: {**hello, "state": "frozen"},
-            on_open=lambda *call: self.opened.append(call),
+            on_open=lambda stream, op, args: self.opened.append((stream, op, args)),
             on_eof=self._end,
         )
 
