@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import trio
 
-from microvm.errors import MicrovmError, RequestError, first_error
+from microvm.errors import CapacityError, GuestError, MicrovmError, RequestError, first_error
 from microvm.fleet.effects import EffectError, Effects
 from microvm.fleet.live import Live
 from microvm.fleet.log import log
@@ -32,6 +32,7 @@ from microvm.policy.lifecycle import (
     Destroy,
     Done,
     Drain,
+    Effect,
     Event,
     Failed,
     Idle,
@@ -41,6 +42,8 @@ from microvm.policy.lifecycle import (
     Use,
     VmmDied,
 )
+
+DRAINING_RETRY_S: Final = 10.0  # a service that restarts is back by then
 
 
 class Journal(Protocol):
@@ -68,7 +71,7 @@ class _Turn:
     """One run of an effect; see `effects.Turn`."""
 
     driver: VmDriver
-    intent: int
+    intent: int | None
     before: VmState
 
     @property
@@ -76,6 +79,7 @@ class _Turn:
         return self.driver.record
 
     async def commit(self, step: str, **changes: Any) -> None:
+        assert self.intent is not None
         await self.driver.commit_step(self.intent, step, changes)
 
 
@@ -112,6 +116,7 @@ class VmDriver:
         )
         self._effect_scope: trio.CancelScope | None = None
         self._cause: _Request | None = None
+        self._draining = False
         self._create_intent: int | None = None
         self._buried: MicrovmError | None = None
         self._create_error: MicrovmError | None = None
@@ -124,9 +129,14 @@ class VmDriver:
         return self._effect_scope is not None
 
     @property
+    def active(self) -> bool:
+        """Whether the VM has a VMM or something to do: whoever ends the service must wait for it."""
+        return self.busy or bool(self._queue) or self.effects.live is not None
+
+    @property
     def hibernates_at(self) -> float | None:
         """When the VM will go idle (seconds since the epoch) if nobody touches it; None while it will not."""
-        return None if self.busy else self._idle.deadline
+        return None if self.busy or self._draining else self._idle.deadline
 
     @property
     def last_activity_at(self) -> float:
@@ -165,14 +175,20 @@ class VmDriver:
         await self._ask(Use())
         try:
             live = self.effects.live
-            assert live is not None
+            if live is None:
+                raise GuestError("guest_unreachable", "The VM's VMM ended just now; vm_status says why.")
             yield live
         finally:
             self._note(idle.Left())
 
     def jobs_changed(self) -> None:
         """Tells that a job began or ended, or that what it left behind did."""
-        self._note(idle.Jobs(self.effects.jobs.active))
+        self._bell.set()
+
+    def begin_drain(self) -> None:
+        """From now on the VM can only be saved or destroyed: whoever wants more is refused."""
+        self._draining = True
+        self._bell.set()
 
     def _note(self, event: idle.Event) -> None:
         self._idle, _ = idle.decide(self._idle, event, time.time())
@@ -249,6 +265,7 @@ class VmDriver:
 
     def _turn(self, nursery: trio.Nursery) -> None:
         """Decides all that can be decided now; starts at most one effect."""
+        self._idle, _ = idle.decide(self._idle, idle.Jobs(self.effects.jobs.active), time.time())
         self._preempt()
         if self.busy:
             return
@@ -284,6 +301,7 @@ class VmDriver:
             activity=self._idle.activity,
             checkpoint=record.checkpoint_generation > record.spent_generation,
             reason=record.reason,
+            draining=self._draining,
         )
         return lifecycle.decide(facts, event)
 
@@ -315,9 +333,10 @@ class VmDriver:
         with self._effect_scope:
             try:
                 error = await self._run_steps(step)
-            except* MicrovmError as group:
-                # only the journal raises here: nothing was begun, or its end could not be written down
+            except* MicrovmError as group:  # only the journal raises here
                 error = first_error(group)
+                if self.record.state not in lifecycle.SETTLED | {VmState.DESTROYING}:
+                    await self._fail_after_crash(f"its state could not be written down: {error.message}")
             except* Exception as group:  # noqa: BLE001 - the top of one VM: its crash ends this VM only
                 log.exception("driver crashed", extra={"vm_id": self.record.vm_id}, exc_info=group)
                 error = MicrovmError("internal", "The service failed while changing this VM; see its log.")
@@ -326,6 +345,8 @@ class VmDriver:
         self._cause = None
         if error is not None:
             self._answer_same(cause, error)
+            if cause is None and self.record.state is VmState.RUNNING:
+                self._note(idle.Woke())  # it could not be put to rest: its idle time begins anew
         elif cause is not None and lifecycle.is_fulfilled(cause.event, self.record.state):
             self._answer_same(cause, None)
         self._bell.set()
@@ -345,11 +366,7 @@ class VmDriver:
             await self._settle(step, before)
             return None, None
         begun = self.record if effect.settles_after else self._moved(step)
-        if effect is lifecycle.CREATE:
-            assert self._create_intent is not None
-            intent = self._create_intent  # committed with the receipt and the row
-        else:
-            intent = await self._journal.intent(begun, effect.name)
+        intent = await self._begin(effect, begun)
         self._publish(begun)
         failure: MicrovmError | None = None
         completion: Event
@@ -362,9 +379,7 @@ class VmDriver:
             if effect is lifecycle.CREATE:
                 self._create_error = failure
             self.record = self.record.with_(**failed.changes)
-            completion = Failed(
-                failed.error.message, committed=failed.committed, guest_lost=failed.guest_lost
-            )
+            completion = Failed(failure.message, committed=failed.committed, guest_lost=failed.guest_lost)
         if isinstance(completion, Done) and effect.settles_after:
             answer: Answer = Step(step.state, reason=step.reason)
         elif isinstance(completion, Done) and effect is lifecycle.RELEASE:
@@ -373,31 +388,66 @@ class VmDriver:
             answer = self._decide(completion, before)
         return await self._finish(intent, answer, failure)
 
+    async def _begin(self, effect: Effect, begun: VmRecord) -> int | None:
+        """The effect's committed intent; what was lost is given back even if that cannot be written down."""
+        if effect is lifecycle.CREATE:
+            assert self._create_intent is not None
+            return self._create_intent  # committed with the receipt and the row
+        try:
+            return await self._journal.intent(begun, effect.name)
+        except MicrovmError as error:
+            if effect is not lifecycle.RELEASE:
+                raise
+            self._log_unwritten(error)
+            return None
+
     async def _finish(
-        self, intent: int, answer: Answer, failure: MicrovmError | None
+        self, intent: int | None, answer: Answer, failure: MicrovmError | None
     ) -> tuple[Step | None, MicrovmError | None]:
-        outcome = "done" if failure is None else f"failed: {failure.message}"
-        if not isinstance(answer, Step):
-            await self._journal.done(intent, self.record, outcome)
-            return None, failure
-        if answer.gone:
+        """Writes an effect's end down.
+
+        Where that fails the VM is what it is nevertheless: the store says less than the truth until the next
+        commit, and recovery makes of less what it makes of a crash. Only a creation is taken back: its VM
+        would be removed by recovery whatever was done in it.
+        """
+        if isinstance(answer, Step) and answer.gone:
+            assert intent is not None
             await self._journal.gone(intent, self.record)
             self._leave()
             return None, failure
-        if answer.effect is None:
-            settled = self._moved(answer)
-            await self._journal.done(intent, settled, outcome)
+        ends = isinstance(answer, Step) and answer.effect is None
+        settled = self._moved(answer) if isinstance(answer, Step) and ends else self.record
+        outcome = "done" if failure is None else f"failed: {failure.message}"
+        try:
+            if intent is not None:
+                await self._journal.done(intent, settled, outcome)
+        except MicrovmError as error:
+            self._log_unwritten(error)
+            failure = failure or error
+            if ends and self.record.state is VmState.CREATING:
+                self._create_error = error
+                return self._remove_step(error), failure
+        if ends:
             self._publish(settled)
             return None, failure
-        await self._journal.done(intent, self.record, outcome)
-        return answer, failure
+        return (answer if isinstance(answer, Step) else None), failure
+
+    def _remove_step(self, error: MicrovmError) -> Step | None:
+        answer = self._decide(Failed(error.message))
+        return answer if isinstance(answer, Step) else None
 
     async def _settle(self, step: Step, before: VmState) -> None:
-        """A transition without an effect, committed as one."""
+        """A transition without an effect, committed as one; it is true even if it cannot be written down."""
         settled = self._moved(step)
-        intent = await self._journal.intent(settled, f"{before}→{step.state}")
-        await self._journal.done(intent, settled, "done")
+        try:
+            intent = await self._journal.intent(settled, f"{before}→{step.state}")
+            await self._journal.done(intent, settled, "done")
+        except MicrovmError as error:
+            self._log_unwritten(error)
         self._publish(settled)
+
+    def _log_unwritten(self, error: MicrovmError) -> None:
+        log.error("not written down", extra={"vm_id": self.record.vm_id, "why": error.message})
 
     def _moved(self, step: Step) -> VmRecord:
         now = time.time()
@@ -435,8 +485,8 @@ class VmDriver:
         with contextlib.suppress(MicrovmError):
             await self.effects.release()
         if self.record.state is not VmState.DESTROYING:
-            with contextlib.suppress(MicrovmError):
-                await self._settle(Step(VmState.FAILED, reason=reason), self.record.state)
+            self.effects.jobs.lose_active(reason)
+            await self._settle(Step(VmState.FAILED, reason=reason), self.record.state)
 
     def _answer_same(self, cause: _Request | None, error: MicrovmError | None) -> None:
         """Who caused the effect, or waits for the very same, gets its outcome; others are decided anew."""
@@ -454,4 +504,8 @@ class VmDriver:
 
 
 def _refused(answer: Answer) -> MicrovmError | None:
-    return RequestError(answer.code, answer.message) if isinstance(answer, Refusal) else None
+    if not isinstance(answer, Refusal):
+        return None
+    if answer.code == "draining":
+        return CapacityError(answer.code, answer.message, retry_after_s=DRAINING_RETRY_S)
+    return RequestError(answer.code, answer.message)

@@ -7,6 +7,7 @@ its point of no return had passed. Decisions are the driver's; this module must 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from microvm.agentlink import GuestHandler
-from microvm.errors import MicrovmError, first_error
+from microvm.errors import GuestError, MicrovmError, first_error
 from microvm.fleet import layout
 from microvm.fleet.image import Image
 from microvm.fleet.jobs import JobTable
@@ -234,7 +235,6 @@ class Effects:
     async def _watch_death(self, live: Live) -> None:
         await live.vmm.exited.wait()
         assert self._died is not None
-        self.jobs.lose_active("the VM's VMM ended")
         self._died(live.death().message)
 
     async def release(self) -> None:
@@ -277,14 +277,19 @@ class Effects:
         for name in (layout.RAM, layout.DISK):
             layout.clone_file(template / name, self.directory / name)
 
-    async def _pause(self, _turn: Turn) -> Changes:
+    async def _pause(self, turn: Turn) -> Changes:
         live = self._running()
-        await live.freeze_and_stop()
+        try:
+            await live.freeze_and_stop()
+        except MicrovmError as error:
+            raise await self._run_on_after(error, live, turn.record) from error
         self.jobs.freeze(frozen=True)
         return {}
 
     async def _unpause(self, turn: Turn) -> Changes:
         live = self._running()
+        if turn.record.reason == lifecycle.NO_SPACE:
+            self.parts.room.check_write(CHECKPOINT_BYTES)  # else its first write would stop it again
         generation = AgentGeneration(turn.record.agent_generation + 1)
         await self._run_on(live, generation)
         return {"agent_generation": generation}
@@ -299,16 +304,19 @@ class Effects:
         self.jobs.freeze(frozen=False)
 
     async def _hibernate(self, turn: Turn) -> Changes:
-        """Flush while running → freeze → stop → state, fsyncs, manifest (commit) → end the VMM."""
+        """Flush while running → freeze → stop → state, fsyncs, manifest (commit) → end the VMM.
+
+        Whatever fails before the freeze has not touched the guest.
+        """
         live = self._running()
         record = turn.record
         generation = Generation(record.checkpoint_generation + 1)
         was_running = turn.before is VmState.RUNNING
+        self.parts.room.check_write(CHECKPOINT_BYTES)
+        if was_running:
+            await self._flush(live)
         try:
-            self.parts.room.check_write(CHECKPOINT_BYTES)
             if was_running:
-                await live.flush_memory()
-                await live.link.sync(timeout_s=CALL_TIMEOUT_S)
                 await live.freeze_and_stop()
             await save_checkpoint(
                 live,
@@ -321,18 +329,28 @@ class Effects:
         except FsyncError as error:
             raise EffectError(error, guest_lost=True) from error
         except MicrovmError as error:
-            if self._is_dead():
-                raise EffectError(live.death(), guest_lost=True) from error
-            changes = await self._back_to_running(live, record) if was_running else {}
-            raise EffectError(error, **changes) from error
+            if was_running or self._is_dead():
+                raise await self._run_on_after(error, live, record) from error
+            raise EffectError(error) from error  # paused as before
         self.jobs.freeze(frozen=True)
         await self.release()
         return {"checkpoint_generation": generation, "slot": None}
 
-    async def _back_to_running(self, live: Live, record: VmRecord) -> Changes:
+    async def _flush(self, live: Live) -> None:
+        """Writes out what can be written while the guest runs, so that it stands still for a short time."""
+        try:
+            await live.flush_memory()
+        except MicrovmError as error:
+            raise EffectError(FsyncError(error), guest_lost=True) from error
+        await live.link.sync(timeout_s=CALL_TIMEOUT_S)
+
+    async def _run_on_after(self, error: MicrovmError, live: Live, record: VmRecord) -> EffectError:
+        """Lets a guest run on that could not be put to rest; answers with what to tell of it."""
+        if self._is_dead():
+            return EffectError(live.death(), guest_lost=True)
         generation = AgentGeneration(record.agent_generation + 1)
         await self._run_on(live, generation)
-        return {"agent_generation": generation}
+        return EffectError(error, agent_generation=generation)
 
     async def _wake(self, turn: Turn) -> Changes:
         """Verify → VMM, channel → load → spend → run → hello, clock, thaw.
@@ -387,17 +405,35 @@ class Effects:
             (self.directory / manifest.state_file).unlink(missing_ok=True)
 
     async def _boot(self, turn: Turn) -> Changes:
-        """From the disk, with empty RAM; what was in memory is gone."""
+        """From the disk, with empty RAM; what was in memory is gone, but not before there is room to boot."""
         record = turn.record
-        started = trio.current_time()
-        await turn.commit("spent", spent_generation=record.checkpoint_generation)
         await self.release()
-        self._drop_checkpoint(checkpoint.read(self.directory))
-        ram = self.directory / layout.RAM
-        ram.unlink(missing_ok=True)
-        layout.make_ram(ram, record.spec.memory_mib)
+        try:
+            slot = await self.parts.room.wake(record.vm_id, record.workspace_id)
+            try:
+                await turn.commit("spent", spent_generation=record.checkpoint_generation)
+            except BaseException:
+                self.parts.room.rest(record.vm_id)
+                raise
+        except MicrovmError as error:
+            raise EffectError(error) from error
+        try:
+            return await self._boot_empty(record, slot)
+        except* MicrovmError as group:
+            raise EffectError(first_error(group), committed=True) from group
+
+    async def _boot_empty(self, record: VmRecord, slot: int) -> Changes:
+        started = trio.current_time()
+        try:
+            self._drop_checkpoint(checkpoint.read(self.directory))
+            ram = self.directory / layout.RAM
+            ram.unlink(missing_ok=True)
+            layout.make_ram(ram, record.spec.memory_mib)
+        except BaseException:
+            self.parts.room.rest(record.vm_id)
+            raise
         self.jobs.lose_active("the VM was booted from its disk")
-        live = await self._start(boot=True)
+        live = await self._start(boot=True, slot=slot)
         generation = AgentGeneration(record.agent_generation + 1)
         await live.vmm.boot()
         await live.greet(
@@ -420,7 +456,7 @@ class Effects:
         if turn.before is VmState.PAUSED:
             changes["agent_generation"] = AgentGeneration(turn.record.agent_generation + 1)
             await self._run_on(live, changes["agent_generation"])
-        with trio.move_on_after(POWER_OFF_TIMEOUT_S):
+        with trio.move_on_after(POWER_OFF_TIMEOUT_S), contextlib.suppress(GuestError):
             await live.link.poweroff(timeout_s=POWER_OFF_TIMEOUT_S)
             await live.vmm.exited.wait()
         self.jobs.lose_active("the VM was stopped")
@@ -430,7 +466,7 @@ class Effects:
 
     async def _release(self, turn: Turn) -> Changes:
         await self.release()
-        self.jobs.lose_active(turn.record.reason or "the VM failed")
+        self.jobs.lose_active(turn.record.reason or "the VM was stopped")
         return {"slot": None}
 
     async def _remove(self, _turn: Turn) -> Changes:

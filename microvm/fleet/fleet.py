@@ -9,6 +9,7 @@ not change a VM's state or touch its files.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -74,6 +75,8 @@ class Fleet:
     drivers: trio.Nursery
     draining: trio.Event = field(default_factory=trio.Event)
     vms: dict[VmId, Vm] = field(default_factory=dict[VmId, Vm])
+    _backlog: deque[writes.Write[Any]] = field(default_factory=deque[writes.Write[Any]])
+    _writing: trio.Lock = field(default_factory=trio.Lock)
 
     # ---- looking ----
 
@@ -355,7 +358,10 @@ class Fleet:
 
         async def run() -> None:
             try:
-                result.append(await outcome.acapture(work))
+                captured = await outcome.acapture(work)
+                if isinstance(captured, outcome.Error) and not isinstance(captured.error, Exception):
+                    raise captured.error  # the service ends: this is the nursery's, not the caller's
+                result.append(captured)
             finally:
                 done.set()
 
@@ -366,17 +372,24 @@ class Fleet:
             return result[0].unwrap()
         if not done.is_set() and late is not None:
             return late()
+        self._refuse_when_draining()
         raise MicrovmError("internal", "The service failed during this call; see its log.")
 
     def _later(self, write: writes.Write[Any]) -> None:
-        """Commits something that nobody waits for."""
-        self.nursery.start_soon(self._commit_later, write)
+        """Commits something that nobody waits for, after all that was given here before."""
+        self._backlog.append(write)
+        if len(self._backlog) == 1:
+            self.nursery.start_soon(self.write_backlog)
 
-    async def _commit_later(self, write: writes.Write[Any]) -> None:
-        try:
-            await self.store.commit(write)
-        except HostError as error:
-            log.error("job not recorded", extra={"why": error.message})
+    async def write_backlog(self) -> None:
+        """Commits what is left, one after another: two changes of one job must not change places."""
+        async with self._writing:
+            while self._backlog:
+                try:
+                    await self.store.commit(self._backlog[0])
+                except HostError as error:
+                    log.error("job not recorded", extra={"why": error.message})
+                self._backlog.popleft()
 
 
 def _answer(record: VmRecord) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
@@ -25,6 +25,8 @@ from microvm.host.cgroup import CgroupTree
 from microvm.host.files import flush, host_errors
 from microvm.model import AgentGeneration, VmSpec
 from microvm.vmm.base import BootSource, Vmm, VmmKind, VmmPlan
+
+T = TypeVar("T")
 
 HELLO_TIMEOUT_S: Final = 30.0
 """A resumed guest answers in 0.1 s; with every core of the host busy it was seen to take seconds."""
@@ -64,6 +66,7 @@ class Live:
     host: Host
     ended: trio.Event = field(default_factory=trio.Event)
     _continued: trio.Event = field(default_factory=trio.Event)
+    _stood_still: bool = True  # the vCPUs stopped, or never ran, since the guest's clock was set
 
     async def cont(self) -> None:
         """Runs the vCPUs."""
@@ -76,6 +79,7 @@ class Live:
         while True:
             stopped = self.vmm.stopped_by_itself
             await stopped.wait()
+            self._stood_still = True
             on_stop()
             while self.vmm.stopped_by_itself is stopped:
                 await self._continued.wait()
@@ -90,6 +94,9 @@ class Live:
     ) -> None:
         """Hello, clock, entropy, identity — and only then the thaw. The vCPUs must be running.
 
+        A guest that the VMM stopped for want of space had no time to freeze: it is frozen now, so that its
+        clock can be set. One that was neither frozen nor stopped just goes on.
+
         Args:
             generation: The guest is this from now on.
             machine_id: Who it is from now on, 32 hexadecimal digits; None leaves it as it is.
@@ -99,7 +106,12 @@ class Live:
         Raises:
             GuestError: The guest did not answer or refused; nothing of the user's has run.
         """
-        await self._guest(self.link.hello(generation, timeout_s=timeout_s))
+        hello = await self._guest(self.link.hello(generation, timeout_s=timeout_s))
+        if hello.state == "running":
+            if not self._stood_still:
+                return
+            await self._guest(self.link.freeze(timeout_s=FREEZE_TIMEOUT_S))
+            await self._guest(self.link.hello(generation, timeout_s=timeout_s))
         await self._guest(
             self.link.configure(
                 realtime_ns=time.time_ns(),
@@ -110,11 +122,12 @@ class Live:
             )
         )
         await self._guest(self.link.thaw(timeout_s=CALL_TIMEOUT_S))
+        self._stood_still = False
 
-    async def _guest(self, call: Awaitable[object]) -> None:
+    async def _guest(self, call: Awaitable[T]) -> T:
         """Awaits a guest call; if the VMM died meanwhile, that is the error."""
         try:
-            await call
+            return await call
         except GuestError as error:
             await trio.lowlevel.checkpoint()
             if self.vmm.exited.is_set():
@@ -124,6 +137,7 @@ class Live:
     async def freeze_and_stop(self) -> None:
         """Freezes the guest's jobs, quiesces the channel and stops the vCPUs."""
         await self._guest(self.link.freeze(timeout_s=FREEZE_TIMEOUT_S))
+        self._stood_still = True
         await self.vmm.stop()
 
     async def sync_memory(self) -> None:
@@ -215,7 +229,7 @@ async def open_live(
             boot=boot,
         )
         vmm = await stack.enter_async_context(host.kind.open_vmm(plan))
-        stream = await vmm.connect()
+        stream = await stack.enter_async_context(await vmm.connect())
         link = await stack.enter_async_context(open_link(stream, on_guest_stream=on_guest_stream))
         yield Live(vmm, link, slot, ram_fd, disk_fd, logs, host)
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from microvm.errors import CapacityError
+from microvm.errors import CapacityError, MicrovmError
+from microvm.fleet.log import log
 from microvm.host.files import host_errors
 from microvm.model import Quota, VmId, VmRecord, VmSpec, Workspace, WorkspaceId
 from microvm.policy import admission
@@ -70,7 +71,10 @@ class Room:
         if isinstance(answer, MakeRoom):
             assert self.put_to_rest is not None
             for other in answer.vm_ids:
-                await self.put_to_rest(other)
+                try:
+                    await self.put_to_rest(other)
+                except MicrovmError as error:  # somebody else's VM: no business of whoever waits here
+                    log.warning("not put to rest", extra={"vm_id": other, "why": error.message})
             answer = self._wake(vm_id, workspace_id, ())
         return self._granted(answer)
 

@@ -96,6 +96,7 @@ async def open_fleet(
             services.start_soon(_prune, store)
             yield fleet
             drivers.cancel_scope.cancel(reason="the service ends")
+        await fleet.write_backlog()
         services.cancel_scope.cancel(reason="the service ends")
 
 
@@ -121,6 +122,8 @@ class _Drain:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._tell(shutdown.Stop())
+            for vm in self._fleet.vms.values():
+                vm.driver.begin_drain()
             self._tell(shutdown.RequestsEnded(self._live()))
             while not self._ended.is_set():
                 wake_at = self._state.wake_at
@@ -131,7 +134,7 @@ class _Drain:
             nursery.cancel_scope.cancel(reason="the drain is over")
 
     def _live(self) -> tuple[VmId, ...]:
-        live = [vm for vm in self._fleet.vms.values() if vm.driver.effects.live is not None]
+        live = [vm for vm in self._fleet.vms.values() if vm.driver.active]
         live.sort(key=lambda vm: -vm.jobs.active)
         return tuple(vm.driver.record.vm_id for vm in live)
 
@@ -168,6 +171,7 @@ class _Drain:
         log.error("killed", extra={"vm_id": vm_id, "why": reason})
         if vm is not None:
             vm.driver.effects.kill()
+            vm.driver.vmm_died(reason)
 
 
 def _idle(fleet: Fleet) -> Callable[[], tuple[VmId, ...]]:

@@ -242,6 +242,7 @@ def _page(job: JobRecord, cursor: tuple[int, int], data: tuple[bytes, bytes]) ->
 
 async def _unless(draining: trio.Event, wait: Callable[[], Awaitable[object]]) -> None:
     """Waits, unless the service begins to drain: then whoever waits is told so at once."""
+    error: MicrovmError | None = None
     async with trio.open_nursery() as nursery:
 
         async def watch() -> None:
@@ -249,8 +250,13 @@ async def _unless(draining: trio.Event, wait: Callable[[], Awaitable[object]]) -
             nursery.cancel_scope.cancel(reason="the service is draining")
 
         nursery.start_soon(watch)
-        await wait()
+        try:
+            await wait()
+        except MicrovmError as failed:  # it leaves the nursery as itself, not as a group
+            error = failed
         nursery.cancel_scope.cancel(reason="the wait is over")
+    if error is not None:
+        raise error
     if draining.is_set():
         raise CapacityError(
             "draining", "The service is shutting down; ask again when it is back.", retry_after_s=10.0

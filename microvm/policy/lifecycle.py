@@ -8,7 +8,8 @@ every completion and failure back as an event; nothing else may change a VM's st
     creating  → running | failed | (gone)
     running   ⇄ paused
     running, paused → hibernating → hibernated      on failure before the commit back to the state before
-    hibernated → resuming → running                 on failure before the checkpoint is spent back to hibernated
+    hibernated → resuming → running                 on failure before the checkpoint is spent back to
+                                                    hibernated
     running, paused → stopping → stopped
     stopped, failed, hibernated → booting → running | failed
                                                     refused before anything was given up: the state before
@@ -206,6 +207,9 @@ STAY: Final = Stay()
 LATER: Final = Later()
 
 Answer = Step | Refusal | Stay | Later
+
+NO_SPACE: Final = "no_space"
+"""The reason of a VM that was stopped before a store could fail."""
 
 SETTLED: Final = frozenset({S.RUNNING, S.PAUSED, S.HIBERNATED, S.STOPPED, S.FAILED})
 """States without an effect under way."""
@@ -405,7 +409,7 @@ def _create_failed(_facts: Facts, event: Event) -> Answer:
 
 
 def _no_space(_facts: Facts, _event: Event) -> Answer:
-    return Step(S.PAUSED, reason="no_space")
+    return Step(S.PAUSED, reason=NO_SPACE)
 
 
 def _gone(_facts: Facts, _event: Event) -> Answer:
