@@ -1,19 +1,37 @@
-"""Fixtures that every tier shares: the image and the reflink volume that `tools/test` prepared, and a state
-directory.
+"""Fixtures that every tier shares: the image and the reflink volume that `tools/test` prepared, a state
+directory, and a small reflink volume for tests without guests.
 
 A missing image or volume fails the test with the command to run; nothing is skipped. It must not make
-images or mount volumes itself. Neighbour: `tools/suite.py`.
+images, nor mount anything that others see. Neighbour: `tools/suite.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 HOW: str = "run it by `sudo tools/test [pytest arguments]`, which prepares what real guests need"
+
+
+# Runs in a mount namespace of its own and hands over a descriptor of the mounted directory. The mount lives
+# as long as that descriptor: a killed test run leaves no mount and no loop device.
+MOUNT_SCRIPT = """
+import socket, subprocess, sys, os
+from pathlib import Path
+base, fd = Path(sys.argv[1]), int(sys.argv[2])
+(base / "mnt").mkdir()
+os.truncate(os.open(base / "xfs.img", os.O_CREAT | os.O_RDWR, 0o600), 4 << 30)
+subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", base / "xfs.img"], check=True)
+subprocess.run(["mount", "-o", "loop", base / "xfs.img", base / "mnt"], check=True)
+directory = os.open(base / "mnt", os.O_RDONLY | os.O_DIRECTORY)
+socket.send_fds(socket.socket(fileno=fd), [b"x"], [directory])
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,3 +78,20 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """`rounds(usual, full)`: the number of repetitions for this run; full with `tools/test --all`."""
     full_run = bool(request.config.getoption("--all"))
     return lambda usual, full: full if full_run else usual
+
+
+@pytest.fixture(scope="session")
+def reflink_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory on a sparse XFS volume of 4 GiB; needs root and leaves no mount behind."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        subprocess.run(
+            ["unshare", "--mount", "--propagation", "private", sys.executable, "-I", "-c", MOUNT_SCRIPT,
+             str(tmp_path_factory.mktemp("xfs")), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], check=True,
+        )  # fmt: skip
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    try:
+        yield Path(f"/proc/self/fd/{descriptors[0]}")
+    finally:
+        os.close(descriptors[0])
