@@ -8,9 +8,11 @@ images, nor mount anything that others see. Neighbour: `tools/suite.py`.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,8 +83,8 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 
 
 @pytest.fixture(scope="session")
-def reflink_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory on a sparse XFS volume of 4 GiB; needs root and leaves no mount behind."""
+def reflink_volume(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A sparse XFS volume of 4 GiB; needs root and leaves no mount behind."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         subprocess.run(
@@ -95,3 +97,11 @@ def reflink_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         yield Path(f"/proc/self/fd/{descriptors[0]}")
     finally:
         os.close(descriptors[0])
+
+
+@pytest.fixture
+def reflink_directory(reflink_volume: Path) -> Iterator[Path]:
+    """An empty directory on an XFS volume, gone after the test."""
+    directory = Path(tempfile.mkdtemp(dir=reflink_volume))
+    yield directory
+    shutil.rmtree(directory)
