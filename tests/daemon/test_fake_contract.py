@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +18,16 @@ pytestmark = pytest.mark.root
 
 
 class TestFake(VmmContract):
-    @pytest.fixture
-    def rig(self, tmp_path: Path) -> Iterator[Rig]:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         kind = FakeVmmKind()
         group = cgroup_mount() / f"microvm-fake-contract-{os.getpid()}"
         group.mkdir()
         nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         yield Rig(
             kind=kind,
-            folder=tmp_path,
+            folder=tmp_path_factory.mktemp("fake"),
             disk_fd=None,
             boot=BootSource(nothing, nothing, kind.cmdline()),
             uid=0,
