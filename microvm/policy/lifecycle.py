@@ -334,7 +334,7 @@ def _resume_hibernated(facts: Facts, event: Event) -> Answer:
     if facts.checkpoint and not event.discard_memory:
         return Refusal(
             "invalid_state",
-            "The VM has a valid checkpoint, whose memory a cold boot discards; pass discard_memory=true too.",
+            "The VM is hibernated, and a cold boot discards its memory; pass discard_memory=true too.",
         )
     return Step(S.BOOTING, BOOT)
 
