@@ -35,6 +35,7 @@ from microvm.fleet import (
     place_base,
     verify_image,
 )
+from microvm.fleet.platforms import Engine
 from microvm.fleet.room import BUILD_SLOT
 from microvm.fleet.service import drain
 from microvm.host.cgroup import CgroupTree, find_hierarchy
@@ -43,9 +44,8 @@ from microvm.host.files import hold_lock, host_errors
 from microvm.host.volume import check_reflink
 from microvm.model import Quota
 from microvm.store import Store, checkpoint, open_store
-from microvm.vmm.closure import open_closure
-from microvm.vmm.command import CPU_MODEL
-from microvm.vmm.probe import ProbeGuest, choose_accelerator
+from microvm.vmm.kept import KeptClosures
+from microvm.vmm.probe import ProbeGuest, choose_accelerator, identify_cpu
 from microvm.vmm.qemu import QemuKind
 from microvm.web.serve import serve_web
 from microvm.web.server import Bound
@@ -146,16 +146,8 @@ async def _open_parts(settings: Settings) -> AsyncGenerator[tuple[Fleet, Store]]
         cgroups = CgroupTree(find_hierarchy(), store.instance_id, settings.limits)
         cgroups.prepare()
         stack.push_async_callback(cgroups.remove)
-        kind = await _open_kind(stack, settings, image, cgroups, tsc_khz)
-        platform = checkpoint.Platform(
-            vmm=kind.traits.kind,
-            version=kind.version,
-            closure=kind.closure_digest,
-            accel=kind.accelerator.name,
-            cpu=CPU_MODEL,
-            tsc_khz=tsc_khz,
-            image=image.digest,
-        )
+        engines = _Engines(settings, image, cgroups, tsc_khz, stack)
+        today = await engines.today()
         fleet = await stack.enter_async_context(
             open_fleet(
                 FleetSettings(
@@ -166,45 +158,94 @@ async def _open_parts(settings: Settings) -> AsyncGenerator[tuple[Fleet, Store]]
                     drain_seconds=settings.drain_seconds,
                 ),
                 store,
-                kind,
+                today.kind,
                 cgroups,
                 image,
-                platform,
+                today.platform,
+                older=engines.older,
             )
         )
+        engines.sweep(fleet)
         yield fleet, store
 
 
-async def _open_kind(
-    stack: contextlib.AsyncExitStack, settings: Settings, image: Image, cgroups: CgroupTree, tsc_khz: int
-) -> QemuKind:
-    """QEMU from the image's closure, with the accelerator that really runs guests here."""
-    closure = stack.enter_context(
-        open_closure(
-            image.qemu_closure,
-            image.qemu_digest,
-            version=image.qemu_version,
-            binary=image.qemu_binary,
-            verified_file=settings.state_dir / "closures.json",
+class _Engines:
+    """Opens closures: the image's, and kept ones that checkpoints of earlier images need.
+
+    Ownership: what is opened stays open until `stack` ends.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        image: Image,
+        cgroups: CgroupTree,
+        tsc_khz: int,
+        stack: contextlib.AsyncExitStack,
+    ) -> None:
+        self._settings = settings
+        self._image = image
+        self._cgroups = cgroups
+        self._tsc_khz = tsc_khz
+        self._stack = stack
+        self._kept = KeptClosures(settings.state_dir / "closures")
+
+    async def today(self) -> Engine:
+        """QEMU from the image's closure, with the accelerator that really runs guests here."""
+        image = self._image
+        await trio.to_thread.run_sync(
+            partial(
+                self._kept.keep,
+                image.qemu_closure,
+                image.qemu_digest,
+                version=image.qemu_version,
+                binary=image.qemu_binary,
+            )
         )
-    )
-    async with cgroups.open_group("accelerator-probe") as group:
-        with image.open_parts() as (kernel_fd, initrd_fd):
-            accelerator = await choose_accelerator(
-                settings.accel,
-                closure,
-                ProbeGuest(
+        return await self._open(image.qemu_digest, "")
+
+    async def older(self, digest: str) -> Engine | None:
+        """The engine of a kept closure; None where it is not kept."""
+        if not self._kept.has(digest):
+            return None
+        return await self._open(digest, f"-{digest[:12]}")
+
+    def sweep(self, fleet: Fleet) -> None:
+        """Forgets closures that no checkpoint needs any more."""
+        needed = {vm.driver.record.vmm.get("closure", "") for vm in fleet.vms.values()}
+        removed = self._kept.sweep(needed | {self._image.qemu_digest})
+        if removed:
+            log.info("closures removed", extra={"digests": removed})
+
+    async def _open(self, digest: str, suffix: str) -> Engine:
+        closure = self._stack.enter_context(self._kept.open(digest))
+        state_dir = self._settings.state_dir
+        async with self._cgroups.open_group(f"accelerator-probe{suffix}") as group:
+            with self._image.open_parts() as (kernel_fd, initrd_fd):
+                guest = ProbeGuest(
                     kernel_fd=kernel_fd,
                     initrd_fd=initrd_fd,
-                    image_digest=image.digest,
-                    directory=settings.vm_dir,
-                    uid=settings.uid_base + BUILD_SLOT,
+                    image_digest=self._image.digest,
+                    directory=self._settings.vm_dir,
+                    uid=self._settings.uid_base + BUILD_SLOT,
                     cgroup_fd=group.fd,
-                    tsc_khz=tsc_khz,
-                ),
-                settings.state_dir / "accelerator.json",
-            )
-    return QemuKind(closure, accelerator, tsc_khz)
+                    tsc_khz=self._tsc_khz,
+                )
+                accelerator = await choose_accelerator(
+                    self._settings.accel, closure, guest, state_dir / f"accelerator{suffix}.json"
+                )
+                kind = QemuKind(closure, accelerator, self._tsc_khz)
+                cpu = await identify_cpu(kind, guest, state_dir / f"cpu{suffix}.json")
+        platform = checkpoint.Platform(
+            vmm=kind.traits.kind,
+            version=kind.version,
+            closure=digest,
+            accel=accelerator.name,
+            cpu=cpu,
+            tsc_khz=self._tsc_khz,
+            image=self._image.digest,
+        )
+        return Engine(kind, platform)
 
 
 def _host_budget(settings: Settings) -> Quota:

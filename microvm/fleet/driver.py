@@ -117,6 +117,7 @@ class VmDriver:
         self._effect_scope: trio.CancelScope | None = None
         self._cause: _Request | None = None
         self._draining = False
+        self._unfit = False  # a wake found that the checkpoint cannot be loaded
         self._create_intent: int | None = None
         self._buried: MicrovmError | None = None
         self._create_error: MicrovmError | None = None
@@ -178,6 +179,9 @@ class VmDriver:
             if live is None:
                 raise GuestError("guest_unreachable", "The VM's VMM ended just now; vm_status says why.")
             yield live
+        except GuestError as error:
+            assert live is not None
+            raise await live.explain(error) from error
         finally:
             self._note(idle.Left())
 
@@ -299,7 +303,7 @@ class VmDriver:
             active_jobs=self.effects.jobs.active,
             uses=self._idle.uses,
             activity=self._idle.activity,
-            checkpoint=record.checkpoint_generation > record.spent_generation,
+            checkpoint=record.checkpoint_generation > record.spent_generation and not self._unfit,
             reason=record.reason,
             draining=self._draining,
         )
@@ -374,8 +378,10 @@ class VmDriver:
             changes = await self.effects.run(effect, _Turn(self, intent, before))
             self.record = self.record.with_(**changes)
             completion = Done()
+            self._unfit = False
         except EffectError as failed:
             failure = failed.error
+            self._unfit = failure.code == "checkpoint_mismatch"
             if effect is lifecycle.CREATE:
                 self._create_error = failure
             self.record = self.record.with_(**failed.changes)

@@ -8,22 +8,24 @@ its point of no return had passed. Decisions are the driver's; this module must 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import trio
 
 from microvm.agentlink import GuestHandler
-from microvm.errors import GuestError, MicrovmError, first_error
+from microvm.errors import GuestError, HostError, MicrovmError, VmmError, first_error
 from microvm.fleet import layout
 from microvm.fleet.image import Image
 from microvm.fleet.jobs import JobTable
-from microvm.fleet.live import BOOT_TIMEOUT_S, CALL_TIMEOUT_S, CLEANUP_TIMEOUT_S, Host, Live, open_live
+from microvm.fleet.live import BOOT_TIMEOUT_S, CLEANUP_TIMEOUT_S, Host, Live, open_live
 from microvm.fleet.log import log
+from microvm.fleet.platforms import Engine, Engines
 from microvm.fleet.room import CHECKPOINT_BYTES, Room
 from microvm.fleet.templates import FsyncError, Templates, save_checkpoint
 from microvm.host.files import host_errors
@@ -31,7 +33,7 @@ from microvm.model import AgentGeneration, Generation, VmRecord, VmState
 from microvm.policy import lifecycle
 from microvm.policy.lifecycle import Effect
 from microvm.store import checkpoint
-from microvm.vmm.base import BootSource
+from microvm.vmm.base import BootSource, VmmKind
 
 POWER_OFF_TIMEOUT_S: Final = 5.0  # the contract's bound on sync and power-off, then kill
 
@@ -80,9 +82,9 @@ class Parts:
 
     host: Host
     image: Image
-    platform: checkpoint.Platform
     templates: Templates
     room: Room
+    engines: Engines
 
 
 Changes = dict[str, Any]
@@ -94,6 +96,7 @@ class Effects:
 
     Attributes:
         live: The VM's live resources; None while it has none.
+        death: How the VMM ended by itself; None once there is another.
     """
 
     parts: Parts
@@ -102,6 +105,8 @@ class Effects:
     on_guest_stream: GuestHandler | None = None  # set before the driver starts
     progress: Callable[[float, str], None] | None = None
     live: Live | None = None
+    death: VmmError | None = None
+    _engine: Engine | None = None  # what runs `live`
     _nursery: trio.Nursery | None = None
     _died: Callable[[str], None] | None = None
     _out_of_space: Callable[[], None] | None = None
@@ -127,6 +132,10 @@ class Effects:
     ) -> None:
         """Gives the effects the driver's nursery and its ears; called once, before anything else."""
         self._nursery, self._died, self._out_of_space = nursery, died, out_of_space
+
+    @property
+    def _running_engine(self) -> Engine:
+        return self._engine or self.parts.engines.today
 
     def kill(self) -> None:
         """Ends the VMM at once, which ends every wait on it."""
@@ -170,19 +179,22 @@ class Effects:
 
     # ---- the VMM's life ----
 
-    async def _start(self, *, boot: bool, slot: int | None = None) -> Live:
+    async def _start(self, *, boot: bool, slot: int | None = None, engine: Engine | None = None) -> Live:
         """Starts a VMM over the VM's files; it lives in a task of its own until `release`.
 
         Args:
             boot: Whether to boot the image's kernel; otherwise a checkpoint will be loaded.
             slot: Granted already; None asks for room.
+            engine: What runs it; None for today's.
         """
+        self._engine = engine or self.parts.engines.today
         assert self._nursery is not None
         assert self.live is None
         record = self.record_id
         if slot is None:
             slot = await self.parts.room.wake(record.vm_id, record.workspace_id)
         self._closing = trio.Event()
+        self.death = None
         try:
             await self._nursery.start(self._hold, boot, slot)
         except BaseException:
@@ -195,7 +207,7 @@ class Effects:
     async def _hold(self, boot: bool, slot: int, *, task_status: trio.TaskStatus[None]) -> None:  # noqa: FBT001
         try:
             if boot:
-                with self.parts.image.open_boot(self.parts.host.kind) as source:
+                with self.parts.image.open_boot(self._running_engine.kind) as source:
                     await self._hold_live(source, slot, task_status)
             else:
                 await self._hold_live(None, slot, task_status)
@@ -215,7 +227,7 @@ class Effects:
         assert self._out_of_space is not None
         assert self.on_guest_stream is not None
         async with open_live(
-            self.parts.host,
+            replace(self.parts.host, kind=self._running_engine.kind),
             label=record.vm_id,
             spec=record.spec,
             slot=slot,
@@ -235,7 +247,8 @@ class Effects:
     async def _watch_death(self, live: Live) -> None:
         await live.vmm.exited.wait()
         assert self._died is not None
-        self._died(live.death().message)
+        self.death = live.death()
+        self._died(self.death.message)
 
     async def release(self) -> None:
         """Ends the VMM and gives back all that the VM holds; nothing if it holds nothing."""
@@ -267,7 +280,7 @@ class Effects:
             "agent_generation": generation,
             "resume_ms": _ms(ended - resumed),
             "boot_ms": _ms(ended - started),
-            "vmm": _vmm(self.parts),
+            "vmm": _vmm(self._running_engine.kind),
             "slot": live.slot,
         }
 
@@ -324,7 +337,7 @@ class Effects:
                 owner=record.vm_id,
                 generation=generation,
                 spec=record.spec,
-                platform=self.parts.platform,
+                platform=self._running_engine.platform,
             )
         except FsyncError as error:
             raise EffectError(error, guest_lost=True) from error
@@ -342,7 +355,7 @@ class Effects:
             await live.flush_memory()
         except MicrovmError as error:
             raise EffectError(FsyncError(error), guest_lost=True) from error
-        await live.link.sync(timeout_s=CALL_TIMEOUT_S)
+        await live.sync_guest()
 
     async def _run_on_after(self, error: MicrovmError, live: Live, record: VmRecord) -> EffectError:
         """Lets a guest run on that could not be put to rest; answers with what to tell of it."""
@@ -359,9 +372,12 @@ class Effects:
         """
         record = turn.record
         started = trio.current_time()
-        manifest = await trio.to_thread.run_sync(self._verify, record, limiter=self.parts.host.limiter)
+        engine = await self.parts.engines.of(checkpoint.read(self.directory))
+        manifest = await trio.to_thread.run_sync(
+            self._verify, record, engine.platform, limiter=self.parts.host.limiter
+        )
         try:
-            live = await self._start(boot=False)
+            live = await self._start(boot=False, engine=engine)
             state_fd = _open_state(self.directory, manifest)
             try:
                 await live.vmm.load(state_fd)
@@ -378,10 +394,19 @@ class Effects:
             raise EffectError(error) from error
         await self._run_on(live, generation)
         self._drop_checkpoint(manifest)
-        return {"resume_ms": _ms(trio.current_time() - started), "slot": live.slot, "vmm": _vmm(self.parts)}
+        return {
+            "resume_ms": _ms(trio.current_time() - started),
+            "slot": live.slot,
+            "vmm": _vmm(self._running_engine.kind),
+        }
 
-    def _verify(self, record: VmRecord) -> checkpoint.Manifest:
-        ram_fd = layout.open_rw(self.directory / layout.RAM)
+    def _verify(self, record: VmRecord, here: checkpoint.Platform) -> checkpoint.Manifest:
+        try:
+            ram_fd = layout.open_rw(self.directory / layout.RAM)
+        except HostError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise checkpoint.CheckpointMismatchError("its memory is missing") from error
         try:
             disk_fd = layout.open_rw(self.directory / layout.DISK)
             try:
@@ -389,7 +414,7 @@ class Effects:
                     self.directory,
                     owner=record.vm_id,
                     generation=record.checkpoint_generation,
-                    here=self.parts.platform,
+                    here=here,
                     ram_fd=ram_fd,
                     disk_fd=disk_fd,
                 )
@@ -399,10 +424,11 @@ class Effects:
             os.close(ram_fd)
 
     def _drop_checkpoint(self, manifest: checkpoint.Manifest | None) -> None:
-        """Removes a spent checkpoint's small files; the store says already that it is spent."""
-        (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
-        if manifest is not None:
-            (self.directory / manifest.state_file).unlink(missing_ok=True)
+        """Removes a spent checkpoint's small files; if that fails, the store says that it is spent."""
+        with contextlib.suppress(OSError):
+            (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
+            if manifest is not None:
+                (self.directory / manifest.state_file).unlink(missing_ok=True)
 
     async def _boot(self, turn: Turn) -> Changes:
         """From the disk, with empty RAM; what was in memory is gone, but not before there is room to boot."""
@@ -446,7 +472,7 @@ class Effects:
             "agent_generation": generation,
             "boot_ms": _ms(trio.current_time() - started),
             "slot": live.slot,
-            "vmm": _vmm(self.parts),
+            "vmm": _vmm(self._running_engine.kind),
         }
 
     async def _power_off(self, turn: Turn) -> Changes:
@@ -503,8 +529,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 1)
 
 
-def _vmm(parts: Parts) -> dict[str, str]:
-    kind = parts.host.kind
+def _vmm(kind: VmmKind) -> dict[str, str]:
     return {
         "kind": kind.traits.kind,
         "accel": kind.accelerator.name,

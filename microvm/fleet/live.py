@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 import trio
 
 from microvm.agentlink import AgentLink, GuestHandler, open_link
-from microvm.errors import GuestError, VmmError
+from microvm.errors import GuestError, MicrovmError, VmmError
 from microvm.fleet import layout
 from microvm.host.cgroup import CgroupTree
 from microvm.host.files import flush, host_errors
@@ -34,6 +34,8 @@ BOOT_TIMEOUT_S: Final = 180.0
 """A cold boot takes 3 to 5 s under TCG on an idle machine; the bound is for a loaded one."""
 CALL_TIMEOUT_S: Final = 30.0
 FREEZE_TIMEOUT_S: Final = 20.0
+DEATH_NOTICED_S: Final = 2.0
+"""A process's end is told within milliseconds of its sockets' end; later where every core is busy."""
 CLEANUP_TIMEOUT_S: Final = 10.0
 ENTROPY_BYTES: Final = 64  # twice the kernel's seed (drivers/char/random.c)
 
@@ -129,10 +131,19 @@ class Live:
         try:
             return await call
         except GuestError as error:
-            await trio.lowlevel.checkpoint()
-            if self.vmm.exited.is_set():
-                raise self.death() from error
-            raise
+            raise await self.explain(error) from error
+
+    async def explain(self, error: GuestError) -> MicrovmError:
+        """What a failed guest call is told as: the VMM's death where that broke the channel."""
+        if error.code != "guest_unreachable" or self.link.broken is None or self.ended.is_set():
+            return error
+        with trio.move_on_after(DEATH_NOTICED_S):  # the channel's end may be seen before the process's
+            await self.vmm.exited.wait()
+        return self.death() if self.vmm.exited.is_set() else error
+
+    async def sync_guest(self) -> None:
+        """Has the guest write its file systems out."""
+        await self._guest(self.link.sync(timeout_s=CALL_TIMEOUT_S))
 
     async def freeze_and_stop(self) -> None:
         """Freezes the guest's jobs, quiesces the channel and stops the vCPUs."""

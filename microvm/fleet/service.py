@@ -20,6 +20,7 @@ from microvm.fleet.image import Image
 from microvm.fleet.layout import Layout
 from microvm.fleet.live import Host
 from microvm.fleet.log import log
+from microvm.fleet.platforms import Engine, Engines, Older
 from microvm.fleet.receipts import Receipts
 from microvm.fleet.recover import recover
 from microvm.fleet.room import Room
@@ -57,6 +58,7 @@ async def open_fleet(
     cgroups: CgroupTree,
     image: Image,
     platform: checkpoint.Platform,
+    older: Older | None = None,
 ) -> AsyncGenerator[Fleet]:
     """Recovers, then yields a running fleet.
 
@@ -67,6 +69,7 @@ async def open_fleet(
         cgroups: The instance's own tree, prepared.
         image: Verified; its base disk is on the volume.
         platform: What checkpoints made here are bound to.
+        older: Finds the VMMs of checkpoints that an earlier image's VMM saved.
 
     Ownership: must be entered on the main thread. Leaving kills every VMM that still runs.
     """
@@ -84,11 +87,13 @@ async def open_fleet(
         [record for record, _ in kept],
     )
     async with trio.open_nursery() as services:
+        today = Engine(kind, platform)
+        engines = Engines(today) if older is None else Engines(today, older)
         templates = Templates(host, image, platform, services)
         receipts = Receipts(store, services)
         await receipts.load(loaded.receipts)
         async with trio.open_nursery() as drivers:
-            fleet = Fleet(Parts(host, image, platform, templates, room), store, receipts, services, drivers)
+            fleet = Fleet(Parts(host, image, templates, room, engines), store, receipts, services, drivers)
             room.idle, room.put_to_rest = _idle(fleet), _put_to_rest(fleet)
             for record, jobs in kept:
                 fleet.start(fleet.adopt(record, jobs))

@@ -15,7 +15,7 @@ import trio
 from pydantic import TypeAdapter
 
 from microvm.agentlink import GuestCall
-from microvm.errors import CapacityError, GuestError, MicrovmError
+from microvm.errors import CapacityError, GuestError, MicrovmError, VmmError
 from microvm.fleet.driver import VmDriver
 from microvm.fleet.jobs import ACTIVE, STREAMS, JobTable
 from microvm.fleet.live import CALL_TIMEOUT_S, Live
@@ -86,7 +86,7 @@ class GuestWork:
             if error.code not in {"guest_unreachable", "guest_timeout"}:
                 raise
             self._jobs.lose(job_id, "the guest did not answer while the command was being started")
-            raise OutcomeUnknownError(error) from error
+            raise OutcomeUnknownError(await live.explain(error)) from error
 
     @staticmethod
     def recorded(answer: dict[str, Any]) -> JobRecord:
@@ -99,6 +99,8 @@ class GuestWork:
         """The job, and its first page when it ended within `wait_s`."""
         try:
             job = await self.wait_end(job.job_id, wait_s, draining)
+        except VmmError:
+            raise
         except MicrovmError:
             return job, None  # forgotten since: the recorded answer stands
         if job.state is not JobState.COMPLETED or not wait_s:
@@ -111,7 +113,15 @@ class GuestWork:
         job = self._jobs.get(job_id)
         if wait_s and job.state in ACTIVE:
             await _unless(draining, lambda: self._jobs.wait_end(job.job_id, wait_s))
-        return self._jobs.get(job_id)
+            job = self._jobs.get(job_id)
+            self._tell_of_death(job)
+        return job
+
+    def _tell_of_death(self, job: JobRecord) -> None:
+        """Whoever waited for a job that went with its VMM is told of that."""
+        death = self._driver.effects.death
+        if job.state is JobState.LOST and death is not None:
+            raise death
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Kills what is left of a job and answers when it is gone; a finished one keeps its result."""
@@ -132,17 +142,19 @@ class GuestWork:
         self, job_id: str, cursor: tuple[int, int], max_bytes: int, wait_s: float, draining: trio.Event
     ) -> OutputPage:
         """Kept output from `cursor` on, from the host where it has it, else from the guest."""
-        deadline = trio.current_time() + wait_s
+        deadline, waited = trio.current_time() + wait_s, False
         while True:
             job = self._jobs.get(job_id)
             if job.output_cached:
                 return _page(job, cursor, self._jobs.kept_output(job.job_id, cursor, max_bytes))
             if job.state is JobState.LOST:
+                if waited:
+                    self._tell_of_death(job)
                 return _page(job, cursor, (b"", b""))
             page = await self._output_of_guest(job, cursor, max_bytes)
             if any(page.data) or page.job.state not in ACTIVE or trio.current_time() >= deadline:
                 return page
-            left = min(deadline - trio.current_time(), POLL_S)
+            left, waited = min(deadline - trio.current_time(), POLL_S), True
             with trio.move_on_after(left):
                 await _unless(draining, lambda: self._jobs.wait_change(JobId(job_id)))
 

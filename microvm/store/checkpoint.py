@@ -102,7 +102,7 @@ class CheckpointMismatchError(RequestError):
         super().__init__(
             "checkpoint_mismatch",
             f"The checkpoint cannot be loaded: {why}. The disk is intact: vm_resume with cold_boot=true and "
-            "discard_memory=true boots from it.",
+            "boots from it.",
             detail,
         )
 
@@ -128,8 +128,14 @@ def commit(directory: Path, manifest: Manifest) -> None:
     Raises:
         HostError: Nothing was published.
     """
-    text = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
+    body = asdict(manifest)
+    text = json.dumps({**body, "seal": _seal(body)}, indent=1, sort_keys=True).encode()
     write_durably(directory / MANIFEST, text, mode=0o600)
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    """SHA-256 over a manifest's content: a flipped bit must not bind the wrong files together."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read(directory: Path) -> Manifest | None:
@@ -140,13 +146,13 @@ def read(directory: Path) -> Manifest | None:
         if len(raw) > _MAX_MANIFEST_BYTES:
             return None
         data: dict[str, Any] = json.loads(raw)
-        if data["format"] != FORMAT:
+        if data.pop("seal") != _seal(data) or data["format"] != FORMAT:
             return None
         data["platform"] = Platform(**data["platform"])
         data["ram"] = FileMark(**data["ram"])
         data["disk"] = FileMark(**data["disk"])
         return Manifest(**data)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -98,6 +98,28 @@ async def choose_accelerator(
     return found
 
 
+async def identify_cpu(kind: QemuKind, guest: ProbeGuest, remembered_file: Path) -> str:
+    """SHA-256 over the processor that `kind`'s guests see. Must be called on the main thread.
+
+    Args:
+        kind: With the accelerator that was chosen.
+        guest: As for `choose_accelerator`; nothing is booted.
+        remembered_file: Where the answer is kept; made, replaced, and of no loss.
+
+    Raises:
+        VmmError: QEMU does not say.
+    """
+    key = _key(kind.closure_digest, kind.accelerator.name)
+    kept = _read(remembered_file)
+    if kept.get("key") == key and isinstance(kept.get("cpu"), str):
+        return str(kept["cpu"])
+    with ExitStack() as stack:
+        async with kind.open_vmm(_plan(kind, guest, stack)) as vmm:
+            cpu = await vmm.cpu_digest()
+    _write(remembered_file, {"key": key, "cpu": cpu})
+    return cpu
+
+
 async def _probe_kvm(
     closure: Closure, guest: ProbeGuest, launcher: Launcher, deadline_s: float
 ) -> Accelerator:
@@ -184,21 +206,27 @@ def _key(closure_digest: str, image_digest: str) -> str:
 
 
 def _recall(remembered_file: Path, key: str) -> Accelerator | None:
-    try:
-        kept: Any = json.loads(remembered_file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(kept, Mapping):
-        return None
-    fields = cast("Mapping[str, Any]", kept)
+    fields = _read(remembered_file)
     if fields.get("key") != key or fields.get("name") not in {"kvm", "tcg"}:
         return None
     return Accelerator(str(fields["name"]), str(fields.get("reason", "remembered")))
 
 
 def _remember(remembered_file: Path, key: str, found: Accelerator) -> None:
+    _write(remembered_file, {"key": key, "name": found.name, "reason": found.reason})
+
+
+def _read(remembered_file: Path) -> Mapping[str, Any]:
+    try:
+        kept: Any = json.loads(remembered_file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast("Mapping[str, Any]", kept) if isinstance(kept, Mapping) else {}
+
+
+def _write(remembered_file: Path, facts: Mapping[str, str]) -> None:
     """Replaces the file; a failure costs the next start one probe, so it is none."""
     temporary = remembered_file.with_suffix(".new")
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps({"key": key, "name": found.name, "reason": found.reason}), "utf-8")
+        temporary.write_text(json.dumps(facts), "utf-8")
         temporary.replace(remembered_file)

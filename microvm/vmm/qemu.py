@@ -14,6 +14,8 @@ qapi/migration.json.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -27,6 +29,7 @@ from microvm.host.process import JailedProcess, JailSpec, spawn_jailed
 from microvm.vmm.base import Accelerator, VmmPlan, VmmTraits
 from microvm.vmm.closure import Closure
 from microvm.vmm.command import (
+    CPU_MODEL,
     DISK_PATH,
     INITRD_PATH,
     KERNEL_PATH,
@@ -261,6 +264,19 @@ class QemuVmm:
             async with self._doing("load"):
                 await self._migrate("load", "migrate-incoming", fd)
                 await self._check_status("load", frozenset({"paused", "io-error"}))
+
+    async def cpu_digest(self) -> str:
+        """SHA-256 over the features that the machine's processor shows to a guest.
+
+        What a model's name stands for depends on QEMU's version and, under KVM, on the host's processor,
+        microcode and kernel.
+        """
+        async with self._doing("identify the processor"):
+            answer = await self._monitor.execute(
+                "query-cpu-model-expansion", {"type": "full", "model": {"name": CPU_MODEL}}
+            )
+            text = json.dumps(_object(answer), sort_keys=True)
+            return hashlib.sha256(text.encode()).hexdigest()
 
     async def kill(self) -> None:
         """Ends the process at once; returns when it is reaped."""
