@@ -28,8 +28,8 @@ class Rig:
         boot: What to boot.
         uid: Whom the VMM runs as.
         cgroup: The v2 group that VMMs are born in.
-        keeps_memory: Whether processes outlive their VMM in a checkpoint. A fake may lack it (rulings 46); then
-            exactly that is not asked of it.
+        keeps_memory: Whether processes outlive their VMM in a checkpoint. A fake may lack it (rulings 46);
+            then exactly that is not asked of it.
     """
 
     kind: VmmKind
