@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -39,6 +40,7 @@ def test_a_service_that_is_not_there_is_code_1_and_says_how_to_start_it(
 ) -> None:
     assert run(["vm", "--socket", str(tmp_path / "service.sock"), "list"]) == 1
     assert "microvm serve" in capsys.readouterr().err
+    gc.collect()  # here, not in a later test, which would be blamed
 
 
 def test_a_wrong_configuration_is_code_1_and_names_the_key(tmp_path: Path, capsys: Capture) -> None:
