@@ -1,0 +1,18 @@
+"""Waiting for what a service tells only when it is asked; it must not be used where a call can wait by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+PATIENCE_S: Final = 120.0
+POLL_S: Final = 0.05
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once `condition`, called in a thread again and again, is true."""
+    with trio.fail_after(PATIENCE_S):
+        while not await trio.to_thread.run_sync(condition):  # noqa: ASYNC110 - another process has no event here
+            await trio.sleep(POLL_S)
