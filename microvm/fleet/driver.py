@@ -88,7 +88,6 @@ class _Request:
     event: Event
     answered: trio.Event = field(default_factory=trio.Event)
     error: MicrovmError | None = None
-    waiters: int = 0
     granted: bool = False  # a Use that was let in
 
 
@@ -115,7 +114,6 @@ class VmDriver:
             record.idle_seconds, record.idle_mode, last_activity_at=record.last_activity_at
         )
         self._effect_scope: trio.CancelScope | None = None
-        self._cause: _Request | None = None
         self._draining = False
         self._unfit = False  # a wake found that the checkpoint cannot be loaded
         self._create_intent: int | None = None
@@ -178,10 +176,13 @@ class VmDriver:
             live = self.effects.live
             if live is None:
                 raise GuestError("guest_unreachable", "The VM's VMM ended just now; vm_status says why.")
-            yield live
-        except GuestError as error:
-            assert live is not None
-            raise await live.explain(error) from error
+            try:
+                yield live
+            except GuestError as error:
+                cause = await live.explain(error)
+                if cause is error:
+                    raise
+                raise cause from error
         finally:
             self._note(idle.Left())
 
@@ -208,13 +209,17 @@ class VmDriver:
         self._queue.insert(0, _Request(OutOfSpace()))
         self._bell.set()
 
+    def low_on_space(self) -> None:
+        """Tells that the volume is nearly full; a VM that is changing is looked at again next time."""
+        if not self.busy and self.record.state is VmState.RUNNING:
+            self._queue.insert(0, _Request(lifecycle.LowSpace()))
+            self._bell.set()
+
     async def _ask(self, event: Event) -> None:
         request = self._join(event)
-        request.waiters += 1
         try:
             await request.answered.wait()
         except trio.Cancelled:
-            request.waiters -= 1
             if isinstance(event, Use):
                 self._abandon(request)
             raise
@@ -241,8 +246,8 @@ class VmDriver:
     def _abandon(self, request: _Request) -> None:
         if request.granted:
             self._note(idle.Left())
-        elif request in self._queue and request is not self._cause:
-            self._queue.remove(request)
+        elif request in self._queue:
+            self._queue.remove(request)  # a wake that it caused goes on
         self._bell.set()
 
     # ---- the task ----
@@ -327,7 +332,6 @@ class VmDriver:
 
     def _start(self, nursery: trio.Nursery, step: Step, cause: _Request | None) -> None:
         self._effect_scope = trio.CancelScope()
-        self._cause = cause
         nursery.start_soon(self._run, step, cause)
 
     async def _run(self, step: Step, cause: _Request | None) -> None:
@@ -346,7 +350,6 @@ class VmDriver:
                 error = MicrovmError("internal", "The service failed while changing this VM; see its log.")
                 await self._fail_after_crash("the service failed while changing this VM")
         self._effect_scope = None
-        self._cause = None
         if error is not None:
             self._answer_same(cause, error)
             if cause is None and self.record.state is VmState.RUNNING:

@@ -28,13 +28,14 @@ from microvm.fleet.log import log
 from microvm.fleet.platforms import Engine, Engines
 from microvm.fleet.room import CHECKPOINT_BYTES, Room
 from microvm.fleet.templates import FsyncError, Templates, save_checkpoint
-from microvm.host.files import host_errors
+from microvm.host.files import host_errors, rename_durably
 from microvm.model import AgentGeneration, Generation, VmRecord, VmState
 from microvm.policy import lifecycle
 from microvm.policy.lifecycle import Effect
 from microvm.store import checkpoint
 from microvm.vmm.base import BootSource, VmmKind
 
+HALT_FREEZE_S: Final = 1.0  # the volume fills meanwhile: the reserve must last
 POWER_OFF_TIMEOUT_S: Final = 5.0  # the contract's bound on sync and power-off, then kill
 
 
@@ -155,6 +156,8 @@ class Effects:
             lifecycle.CREATE: self._create,
             lifecycle.PAUSE: self._pause,
             lifecycle.UNPAUSE: self._unpause,
+            lifecycle.HALT: self._halt,
+            lifecycle.COMPACT: self._compact,
             lifecycle.HIBERNATE: self._hibernate,
             lifecycle.WAKE: self._wake,
             lifecycle.BOOT: self._boot,
@@ -296,6 +299,18 @@ class Effects:
             await live.freeze_and_stop()
         except MicrovmError as error:
             raise await self._run_on_after(error, live, turn.record) from error
+        self.jobs.freeze(frozen=True)
+        return {}
+
+    async def _halt(self, _turn: Turn) -> Changes:
+        """Stops the vCPUs whatever the guest says: its next store could fail."""
+        live = self._running()
+        with trio.move_on_after(HALT_FREEZE_S):
+            try:
+                await live.link.freeze(timeout_s=HALT_FREEZE_S)
+            except GuestError as error:
+                log.warning("halted unfrozen", extra={"vm_id": self.record_id.vm_id, "why": error.message})
+        await live.halt()
         self.jobs.freeze(frozen=True)
         return {}
 
@@ -474,6 +489,29 @@ class Effects:
             "slot": live.slot,
             "vmm": _vmm(self._running_engine.kind),
         }
+
+    async def _compact(self, turn: Turn) -> Changes:
+        """Copy RAM densely → fsync → manifest that knows both files → rename over the old one.
+
+        Whatever the moment of a crash, the manifest knows the file that has the name.
+        """
+        record = turn.record
+        self.parts.room.check_write(record.spec.memory_mib << 20)
+        await trio.to_thread.run_sync(self._rewrite_ram, record, limiter=self.parts.host.limiter)
+        return {}
+
+    def _rewrite_ram(self, record: VmRecord) -> None:
+        ram, work = self.directory / layout.RAM, self.directory / f"{layout.RAM}.new"
+        manifest = checkpoint.read(self.directory)
+        if manifest is None or manifest.generation != record.checkpoint_generation:
+            return  # a wake will say what is wrong
+        work.unlink(missing_ok=True)
+        try:
+            mark = layout.copy_densely(ram, work)
+            checkpoint.commit(self.directory, replace(manifest, ram=mark, ram_before=manifest.ram))
+            rename_durably(work, ram)
+        finally:
+            work.unlink(missing_ok=True)
 
     async def _power_off(self, turn: Turn) -> Changes:
         """Sync and power off, bounded; then kill."""

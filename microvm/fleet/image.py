@@ -20,7 +20,6 @@ from microvm.host.files import fsync_directory, host_errors
 from microvm.host.reflink import reflink
 from microvm.vmm.base import BootSource, VmmKind
 
-_CHUNK: Final = 4 << 20
 _HOW: Final = "build it with: python -m microvm image build"
 
 
@@ -188,23 +187,4 @@ def _reflink_or_copy(source_fd: int, target_fd: int) -> None:
         return
     except HostError:
         pass  # another file system: the one copy that is ever made of this image
-    size = os.fstat(source_fd).st_size
-    os.ftruncate(target_fd, size)
-    offset = 0
-    while offset < size:
-        try:
-            start = os.lseek(source_fd, offset, os.SEEK_DATA)
-        except OSError:
-            return  # ENXIO: no data beyond this point
-        end = os.lseek(source_fd, start, os.SEEK_HOLE)
-        offset = start
-        while offset < end:
-            offset += _copy(source_fd, target_fd, offset, min(_CHUNK, end - offset))
-
-
-def _copy(source_fd: int, target_fd: int, offset: int, count: int) -> int:
-    data = os.pread(source_fd, count, offset)
-    written = 0
-    while written < len(data):
-        written += os.pwrite(target_fd, memoryview(data)[written:], offset + written)
-    return len(data)
+    layout.copy_data(source_fd, target_fd)

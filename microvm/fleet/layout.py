@@ -13,6 +13,7 @@ makes, clones and removes files; it must not know states or processes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Final
 
 from microvm.host.files import host_errors
-from microvm.host.reflink import reflink
+from microvm.host.reflink import extent_count, reflink
 from microvm.model import VmId
+from microvm.store.checkpoint import FileMark
 
 RAM: Final = "ram"
 DISK: Final = "disk"
 CONSOLE: Final = "console.log"
+_CHUNK_BYTES: Final = 4 << 20
 CONSOLE_LIMIT_BYTES: Final = 1 << 20  # console and VMM logs are cut at 1 MiB: a guest writes to them at will
 
 
@@ -113,6 +116,61 @@ def make_ram(path: Path, memory_mib: int) -> None:
     try:
         with host_errors("truncate", path):
             os.ftruncate(fd, memory_mib << 20)
+    finally:
+        os.close(fd)
+
+
+def copy_densely(source: Path, target: Path) -> FileMark:
+    """Copies a memfile into few large extents, holes kept, and makes it durable.
+
+    Raises:
+        HostError: What was copied stays for the caller to remove.
+    """
+    source_fd = open_rw(source)
+    try:
+        target_fd = create_private(target)
+        try:
+            with host_errors("copy", target):
+                copy_data(source_fd, target_fd)
+                os.fsync(target_fd)
+                return FileMark.of(target_fd)
+        finally:
+            os.close(target_fd)
+    finally:
+        os.close(source_fd)
+
+
+def copy_data(source_fd: int, target_fd: int) -> None:
+    """Copies what is allocated and leaves holes as holes. OSError where it cannot."""
+    size = os.fstat(source_fd).st_size
+    os.ftruncate(target_fd, size)
+    offset = 0
+    while offset < size:
+        try:
+            start = os.lseek(source_fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing but a hole from here to the end
+        end = os.lseek(source_fd, start, os.SEEK_HOLE)
+        offset = start
+        while offset < end:
+            offset += _copy(source_fd, target_fd, offset, min(_CHUNK_BYTES, end - offset))
+
+
+def _copy(source_fd: int, target_fd: int, offset: int, count: int) -> int:
+    data = os.pread(source_fd, count, offset)
+    written = 0
+    while written < len(data):
+        written += os.pwrite(target_fd, memoryview(data)[written:], offset + written)
+    return len(data)
+
+
+def extents_of(path: Path) -> int:
+    """How many extents a file has."""
+    fd = open_rw(path)
+    try:
+        return extent_count(fd)
     finally:
         os.close(fd)
 

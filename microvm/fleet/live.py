@@ -76,6 +76,11 @@ class Live:
         self._continued.set()
         self._continued = trio.Event()
 
+    async def halt(self) -> None:
+        """Stops the vCPUs, frozen or not; `greet` knows what to do with either."""
+        self._stood_still = True
+        await self.vmm.stop()
+
     async def watch_space(self, on_stop: Callable[[], None]) -> None:
         """Calls `on_stop` each time the VMM stops the vCPUs because the volume is full; never returns."""
         while True:
@@ -131,7 +136,10 @@ class Live:
         try:
             return await call
         except GuestError as error:
-            raise await self.explain(error) from error
+            cause = await self.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     async def explain(self, error: GuestError) -> MicrovmError:
         """What a failed guest call is told as: the VMM's death where that broke the channel."""

@@ -86,6 +86,12 @@ class Room:
         """
         self._granted(self._decide(admission.Write(self._volume(), needs_bytes)), slotless=True)
 
+    @property
+    def is_low(self) -> bool:
+        """Whether the volume's free space is in the reserve: what runs must stand still."""
+        volume = self._volume()
+        return volume.free_bytes < volume.reserve_bytes
+
     def rest(self, vm_id: VmId) -> None:
         """The VM has no VMM any more."""
         self._ledger, _ = admission.decide(self._ledger, admission.Rest(vm_id))

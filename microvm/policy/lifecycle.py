@@ -140,7 +140,31 @@ class OutOfSpace:
     """The VMM stopped the vCPUs before a store could fail."""
 
 
-Event = Use | Suspend | Resume | Stop | Destroy | Idle | Drain | Done | Failed | VmmDied | OutOfSpace
+@dataclass(frozen=True, slots=True)
+class LowSpace:
+    """The volume is nearly full: what runs must stand still before a store fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """The memfile has so many extents that cloning and saving it get slow: write it anew."""
+
+
+Event = (
+    Use
+    | Suspend
+    | Resume
+    | Stop
+    | Destroy
+    | Idle
+    | Drain
+    | Done
+    | Failed
+    | VmmDied
+    | OutOfSpace
+    | LowSpace
+    | Compact
+)
 
 
 # ---- answers ----
@@ -166,6 +190,9 @@ class Effect:
 CREATE: Final = Effect("create")
 PAUSE: Final = Effect("pause", settles_after=True)
 UNPAUSE: Final = Effect("unpause", settles_after=True)
+HALT: Final = Effect("halt", settles_after=True)
+"""Stop the vCPUs, after a freeze if the guest manages one in time."""
+COMPACT: Final = Effect("compact", settles_after=True)
 HIBERNATE: Final = Effect("hibernate")
 WAKE: Final = Effect("wake")
 BOOT: Final = Effect("boot")
@@ -408,6 +435,14 @@ def _create_failed(_facts: Facts, event: Event) -> Answer:
     return Step(S.DESTROYING, REMOVE, reason=event.reason)
 
 
+def _halt(_facts: Facts, _event: Event) -> Answer:
+    return Step(S.PAUSED, HALT, reason=NO_SPACE)
+
+
+def _compact(_facts: Facts, _event: Event) -> Answer:
+    return Step(S.HIBERNATED, COMPACT)
+
+
 def _no_space(_facts: Facts, _event: Event) -> Answer:
     return Step(S.PAUSED, reason=NO_SPACE)
 
@@ -432,6 +467,7 @@ _TABLE: Final[Mapping[tuple[VmState, type[Event]], _Rule]] = {
     (S.RUNNING, Failed): _settled_effect_failed,
     (S.RUNNING, VmmDied): _lost,
     (S.RUNNING, OutOfSpace): _no_space,
+    (S.RUNNING, LowSpace): _halt,
     (S.PAUSED, Use): _unpause,
     (S.PAUSED, Resume): _unpause,
     (S.PAUSED, Suspend): _suspend_paused,
@@ -452,6 +488,7 @@ _TABLE: Final[Mapping[tuple[VmState, type[Event]], _Rule]] = {
     (S.HIBERNATED, Stop): _stop_hibernated,
     (S.HIBERNATED, Destroy): _destroy,
     (S.HIBERNATED, Drain): _stay,
+    (S.HIBERNATED, Compact): _compact,
     (S.RESUMING, Done): _to(S.RUNNING),
     (S.RESUMING, Failed): _wake_failed,
     (S.RESUMING, Destroy): _destroy,

@@ -93,6 +93,7 @@ class Manifest:
     state_sha256: str
     format: int = FORMAT
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    ram_before: FileMark | None = None  # the memfile that `ram` is about to replace, equal in content
 
 
 class CheckpointMismatchError(RequestError):
@@ -101,7 +102,7 @@ class CheckpointMismatchError(RequestError):
     def __init__(self, why: str, detail: Mapping[str, Any] | None = None) -> None:
         super().__init__(
             "checkpoint_mismatch",
-            f"The checkpoint cannot be loaded: {why}. The disk is intact: vm_resume with cold_boot=true and "
+            f"The checkpoint cannot be loaded: {why}. The disk is intact: vm_resume with cold_boot=true "
             "boots from it.",
             detail,
         )
@@ -151,6 +152,7 @@ def read(directory: Path) -> Manifest | None:
         data["platform"] = Platform(**data["platform"])
         data["ram"] = FileMark(**data["ram"])
         data["disk"] = FileMark(**data["disk"])
+        data["ram_before"] = FileMark(**data["ram_before"]) if data["ram_before"] else None
         return Manifest(**data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -183,8 +185,11 @@ def verify(
         )
     if differences := manifest.platform.differences(here):
         raise CheckpointMismatchError("it was made by another platform", differences)
-    for name, fd, mark in (("memory", ram_fd, manifest.ram), ("disk", disk_fd, manifest.disk)):
-        if FileMark.of(fd) != mark:
+    for name, fd, marks in (
+        ("memory", ram_fd, (manifest.ram, manifest.ram_before)),
+        ("disk", disk_fd, (manifest.disk,)),
+    ):
+        if FileMark.of(fd) not in marks:
             raise CheckpointMismatchError(f"the {name} file was replaced or changed since it was saved")
     try:
         state_fd = os.open(directory / manifest.state_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
