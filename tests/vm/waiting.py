@@ -1,4 +1,4 @@
-"""Waiting for what a service tells only when it is asked; it must not be used where a call can wait by itself."""
+"""Waiting for what a service tells only when it is asked; not for what a call can wait for by itself."""
 
 from __future__ import annotations
 
