@@ -54,7 +54,7 @@ def _run(arguments: list[str]) -> int:
     selected = [argument for argument in arguments if argument != "--all"]
     if not selected:
         say("static checks")
-        if failed := check.run_checks(check.STATIC):
+        if failed := check.run_checks((*check.STATIC, check.async_check())):
             raise FailedError("static checks: " + ", ".join(failed))
     image = cache_dir() / "image"
     image.parent.mkdir(parents=True, exist_ok=True)
