@@ -26,9 +26,10 @@ STATIC: Final[tuple[tuple[str, ...], ...]] = (
 )
 UNIT: Final = ("pytest", "-q", "tests/unit")
 
-# What ruff's ASYNC rules do not know. Left out: rules for libraries that promise a checkpoint in every function
-# (9xx), for exceptions that a cancellation may replace (120, 123: the cancellation wins here, by design), and what
-# misreads functions that pass task_status on or implement a protocol (100, 114, 124, 128). Takes half a minute.
+# What ruff's ASYNC rules do not know. Left out: rules for libraries that promise a checkpoint in every
+# function (9xx), for exceptions that a cancellation may replace (120, 123: here the cancellation wins, by
+# design), and what misreads functions that pass task_status on or implement a protocol (100, 114, 124, 128).
+# Takes half a minute.
 ASYNC: Final = ("flake8-async", "--disable=ASYNC100,ASYNC114,ASYNC120,ASYNC123,ASYNC124,ASYNC128,ASYNC9")
 
 
@@ -59,8 +60,10 @@ def _run_check(command: Sequence[str]) -> str | None:
     title = " ".join([name, *arguments[:1]]) if name == "ruff" else name
     state = "failed" if done.returncode else "ok"
     lines = f"{title:<14} {state:<6} {time.monotonic() - began:5.1f} s"
-    if done.returncode or name == "pytest":
+    if done.returncode:
         lines += "\n" + done.stdout
+    elif name == "pytest":
+        lines += "  " + done.stdout.splitlines()[-1]
     print(lines, flush=True)
     return title if done.returncode else None
 
