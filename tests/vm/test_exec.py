@@ -169,6 +169,23 @@ def test_a_cancelled_command_may_clean_up(vm: Machine) -> None:
     assert vm.output(job_id)[0].startswith(b"up\nbye\n")
 
 
+def test_a_cancel_ends_a_command_that_was_stopped(vm: Machine) -> None:
+    job_id = vm.start("echo up; kill -STOP $$; sleep 600")
+    vm.wait_output(job_id, b"up")
+    vm.call("vm_job_cancel", job_id=job_id)
+    job = vm.wait(job_id)
+    assert (job["cancelled"], job["exit_code"], job["signal"]) == (True, 137, 9)
+
+
+def test_a_command_may_kill_every_process_of_its_user_without_harm(vm: Machine) -> None:
+    vm.write("before", b"before")
+    job = vm.run("sleep 600 & disown; kill -9 -1; sleep 0.2; echo alone")
+    assert (job["stdout"], job["exit_code"]) == (b"alone\n", 0)
+    assert vm.read("before") == b"before"
+    vm.write("after", b"after")
+    assert vm.text("cat after; pgrep -c sleep || true") == "after0\n"
+
+
 def test_cancelling_a_finished_command_changes_nothing(shared_vm: Machine) -> None:
     job = shared_vm.run("exit 5")
     again = shared_vm.call("vm_job_cancel", job_id=job["job_id"])
@@ -221,6 +238,15 @@ def test_environment_comes_from_the_vm_and_the_command_and_the_commands_wins(cli
         assert vm.text('echo "$BOTH$MINE"') == "vm\n"
     finally:
         vm.destroy()
+
+
+def test_the_largest_environment_fits_beside_the_largest_inline_command(shared_vm: Machine) -> None:
+    env = {f"V{number:03}": "x" * 1018 for number in range(256)}
+    command = "env | grep -c ^V; #" + "x" * (96 * 1024 - 30)
+    assert shared_vm.text(command, env=env) == "256\n"
+    with pytest.raises(ToolError) as refused:
+        shared_vm.run("true", env={**env, "ONE_MORE": ""})
+    assert refused.value.code == "invalid_argument"
 
 
 @pytest.mark.parametrize(

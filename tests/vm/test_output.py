@@ -157,6 +157,23 @@ def test_output_of_finished_commands_is_served_from_the_host_while_the_vm_hibern
     assert vm.state == "hibernated"
 
 
+def test_output_survives_a_suspension_at_the_very_end_of_its_command(vm: Machine) -> None:
+    data = os.urandom(90_000)
+    vm.write("data", data)
+    job = vm.call("vm_exec", command="cat data; echo e >&2", wait_seconds=30)
+    vm.suspend()
+    assert vm.output(job["job_id"]) == (data, b"e\n")
+
+
+def test_commands_without_stdout_and_many_writers_end_properly(vm: Machine) -> None:
+    assert vm.run("exec >&- 2>&-; sleep 0.1; exit 6")["exit_code"] == 6
+    jobs = [vm.start(f"yes {number} | head -c 5000000; exit {number}") for number in range(4)]
+    for number, job_id in enumerate(jobs):
+        job = vm.wait(job_id)
+        assert (job["exit_code"], job["totals"]["stdout"]) == (number, 5_000_000)
+        assert vm.output(job_id)[0] == f"{number}\n".encode() * (128 * 1024)
+
+
 @pytest.mark.parametrize("mode", ["pause", "hibernate"])
 def test_polling_wakes_nothing_and_is_no_activity(vm: Machine, mode: str) -> None:
     job_id = vm.start("echo up; sleep 600")

@@ -12,6 +12,7 @@ from tests.vm.live_service import Client, Machine, Service, ToolError, new_reque
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 AT_ONCE = 12
+COMMAND = "echo ran >> once; echo out"
 PATIENCE_S = 120.0
 
 
@@ -121,15 +122,16 @@ def test_answers_are_repeated_after_a_hibernation_a_restart_and_the_vms_end(own_
     created, ran = new_request_id(), new_request_id()
     client = own_service.client(token)
     vm = client.create(request_id=created)
-    job = vm.run("echo ran >> once", request_id=ran)
+    job = vm.run(COMMAND, request_id=ran)
     vm.suspend()
     own_service.restart()
     client = own_service.client(token)
     vm = Machine(client, vm.vm_id, vm.view)
-    assert vm.call("vm_exec", request_id=ran, command="echo ran >> once")["job_id"] == job["job_id"]
+    assert vm.call("vm_exec", request_id=ran, command=COMMAND)["job_id"] == job["job_id"]
+    assert vm.output(job["job_id"]) == (b"out\n", b"")
     assert vm.state == "hibernated"
     assert vm.read("once") == b"ran\n"
     vm.destroy()
     assert client.create(request_id=created).vm_id == vm.vm_id
-    assert vm.call("vm_exec", request_id=ran, command="echo ran >> once")["job_id"] == job["job_id"]
+    assert vm.call("vm_exec", request_id=ran, command=COMMAND)["job_id"] == job["job_id"]
     assert client.call("vm_list")["vms"] == []
