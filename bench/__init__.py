@@ -1,0 +1,1 @@
+"""Runners that print series and ratios of one run; they are no tests and assert nothing."""
