@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from microvm.daemon.settings import Settings
 
 DEFAULT_RECIPE: Final = Path(__file__).resolve().parents[2] / "image" / "recipe.toml"
-PROFILES: Final = ("core", "full")
 
 image_app = typer.Typer(help="Build what VMs boot from.", no_args_is_help=True)
 
@@ -73,6 +72,8 @@ def issue_token(
     """Write a new token for a workspace to a file only its owner can read."""
     if not NAME_PATTERN.fullmatch(workspace):
         raise UsageError("--workspace wants 1 to 64 of A-Z a-z 0-9 _ -, the first a letter or digit")
+    from microvm.catalogue import PROFILES
+
     if profile is not None and profile not in PROFILES:
         raise UsageError(f"--profile is one of {', '.join(PROFILES)}")
     ttl_s = options.parse_duration(ttl, option="--ttl")
