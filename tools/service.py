@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +27,7 @@ import httpx2
 from bootstrap import ROOT, FailedError, run, say
 
 from microvm.daemon.settings import DEFAULT_STATE_DIR, Settings
+from microvm.host.volume import MOUNT_OPTIONS, mounted_file
 
 BINARY: Final = ROOT / ".venv" / "bin" / "microvm"
 UNIT_NAME: Final = "microvm.service"
@@ -38,6 +39,7 @@ READY_S: Final = 180.0
 POLL_S: Final = 0.1
 # Beyond drain_seconds: the last process ends, the sockets close.
 STOP_MARGIN_S: Final = 20.0
+UNIT_MARGIN_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ def find_running(settings: Settings) -> Running | None:
         running = Running(**fields)
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    if uses_systemd(settings):  # which may have restarted it, or started it at boot
+        pid = _unit_pid()
+        return Running(pid, _start_ticks(pid) or 0, running.fingerprint) if pid else None
     return running if _start_ticks(running.pid) == running.started_ticks else None
 
 
@@ -115,10 +120,11 @@ def start(settings: Settings, config: Path, mark: str) -> Running:
     """
     check_address(settings)
     log = settings.state_dir / "service.log"
-    say(f"starting the service; its output goes to {log}")
     if uses_systemd(settings):
-        pid, ended = _start_unit(config)
+        say(f"starting the service as the unit {UNIT_NAME}; its output goes to the journal")
+        pid, ended = _start_unit(settings, config)
     else:
+        say(f"starting the service; its output goes to {log}")
         pid, ended = _start_process(config, log)
     running = Running(pid, _start_ticks(pid) or 0, mark)
     _record_path(settings).write_text(json.dumps(asdict(running)), "utf-8")
@@ -174,17 +180,34 @@ def _start_process(config: Path, log: Path) -> tuple[int, Callable[[], bool]]:
     return process.pid, lambda: process.poll() is not None
 
 
-def _start_unit(config: Path) -> tuple[int, Callable[[], bool]]:
-    template = (ROOT / "examples" / "microvm.service").read_text("utf-8")
-    text = template.replace("/opt/microvm/.venv/bin/microvm", str(BINARY))
-    text = text.replace("/etc/microvm/microvm.toml", str(config))
-    unit = UNIT_DIR / UNIT_NAME
-    if not unit.exists() or unit.read_text("utf-8") != text:
-        unit.write_text(text, "utf-8")
-        run(["systemctl", "daemon-reload"], what="installing the unit")
-    run(["systemctl", "enable", "--quiet", UNIT_NAME], what="enabling the unit")
+def _start_unit(settings: Settings, config: Path) -> tuple[int, Callable[[], bool]]:
+    for name, text in units(settings, config).items():
+        (UNIT_DIR / name).write_text(text, "utf-8")
+        run(["systemctl", "daemon-reload"], what="installing a unit")
+        run(["systemctl", "enable", "--quiet", name], what="enabling a unit")
     run(["systemctl", "restart", UNIT_NAME], what="starting the unit")
     return _unit_pid(), lambda: _unit_pid() == 0
+
+
+def units(settings: Settings, config: Path) -> dict[str, str]:
+    """The units of the service and, where the volume lies in a file, of its mount at boot: name and text."""
+    text = (ROOT / "examples" / UNIT_NAME).read_text("utf-8")
+    text = text.replace("/opt/microvm/.venv/bin/microvm", str(BINARY))
+    text = text.replace("/etc/microvm/microvm.toml", str(config))
+    text = text.replace(f"RequiresMountsFor={DEFAULT_STATE_DIR}/vm", f"RequiresMountsFor={settings.vm_dir}")
+    text = re.sub("TimeoutStopSec=.*", f"TimeoutStopSec={settings.drain_seconds + UNIT_MARGIN_S:g}", text)
+    found = {UNIT_NAME: text}
+    backing = mounted_file(settings.vm_dir)
+    if backing is not None:
+        escape = ["systemd-escape", "--path", "--suffix=mount", str(settings.vm_dir)]
+        name = subprocess.run(escape, capture_output=True, text=True, check=True).stdout.strip()
+        found[name] = (
+            "# Written by tools/quickstart: the volume of disks and RAM, mounted again after a reboot.\n"
+            f"[Unit]\nDescription=Volume of microvm\nRequiresMountsFor={backing.parent}\n\n"
+            f"[Mount]\nWhat={backing}\nWhere={settings.vm_dir}\nType=xfs\nOptions={MOUNT_OPTIONS}\n\n"
+            "[Install]\nWantedBy=multi-user.target\n"
+        )
+    return found
 
 
 def _unit_pid() -> int:
@@ -206,9 +229,6 @@ def _record_path(settings: Settings) -> Path:
 
 
 def _tail(log: Path, lines: int = 20) -> str:
-    if shutil.which("journalctl") and not log.exists():
-        return "(see journalctl -u microvm)"
-    try:
-        return "\n".join(log.read_text("utf-8", "replace").splitlines()[-lines:])
-    except FileNotFoundError:
-        return "(nothing was written)"
+    if not log.exists():
+        return f"(see journalctl -u {UNIT_NAME})"
+    return "\n".join(log.read_text("utf-8", "replace").splitlines()[-lines:])
