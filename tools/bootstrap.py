@@ -32,6 +32,8 @@ VOLUME_PACKAGES: Final[tuple[str, ...]] = ("mount", "util-linux", "xfsprogs")
 
 TOOLS: Final[Mapping[str, str]] = {"check": "check.py", "test": "suite.py", "quickstart": "quickstart.py"}
 
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+
 _STARTED: Final = time.monotonic()
 
 
@@ -149,6 +151,8 @@ def main() -> None:
             raise FailedError("it mounts a volume and starts a service; run: sudo tools/quickstart")
         install_packages(packages_for(tool))
         python = sync(make_uv(), dev=tool != "quickstart")
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except FailedError as error:
         stop(tool, error)
     os.execv(python, [str(python), str(ROOT / "tools" / TOOLS[tool]), *arguments])

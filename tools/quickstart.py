@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import service
-from bootstrap import ROOT, FailedError, say, stop
+from bootstrap import INTERRUPTED, ROOT, FailedError, say, stop
 from selfcheck import run_selfcheck
 
 from image import ImageError, build_image
@@ -55,6 +55,8 @@ def main() -> None:
     options = _parse_arguments()
     try:
         _run(options)
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except FailedError as error:
         stop("quickstart", error)
     except ImageError as error:

@@ -132,6 +132,7 @@ def start(settings: Settings, config: Path, mark: str) -> Running:
     while not is_ready(settings):
         if ended() or time.monotonic() > deadline:
             what = "ended" if ended() else f"was not ready within {READY_S:g} s"
+            stop(settings, running)
             raise FailedError(f"the service {what}; the last lines of {log}:\n{_tail(log)}")
         time.sleep(POLL_S)
     return running

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import check
-from bootstrap import ROOT, FailedError, cache_dir, say, stop
+from bootstrap import INTERRUPTED, ROOT, FailedError, cache_dir, say, stop
 
 from image import ImageError, build_image
 from microvm.errors import HostError
@@ -42,6 +42,8 @@ def main() -> None:
         if os.environ.get(INSIDE):
             raise SystemExit(_run_inside(arguments))
         raise SystemExit(_run(arguments))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except FailedError as error:
         stop("test", error)
     except ImageError as error:
