@@ -12,6 +12,8 @@ files are absent and the limits with them; freezing and killing are core and alw
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import signal
 from typing import Final
@@ -25,6 +27,7 @@ worker, slab.
 An eighth of what is free, between the bounds. Without it the kernel runs out before the jobs' group does: it
 then evicts the supervisor's own code and takes half a minute to kill somebody.
 """
+_IDLE_GROUPS: Final = 4
 _PIDS_RESERVE: Final = 64
 _PIDS_CEILING: Final = 32768
 """Linux's default kernel.pid_max."""
@@ -65,7 +68,12 @@ def _number_in(text: str, key: str) -> int:
 
 
 class Group:
-    """One cgroup of a job (or the warm-up's)."""
+    """One cgroup of a job (or the warm-up's).
+
+    Attributes:
+        fd: Its directory, for a process to be born in it.
+        events_fd: Its event file, readable out of band (POLLPRI) when that changed since `populated` looked.
+    """
 
     def __init__(self, path: str, pids_max: int | None) -> None:
         self.path = path
@@ -74,7 +82,8 @@ class Group:
             if pids_max is not None:
                 with contextlib.suppress(FileNotFoundError):
                     write_knob(f"{path}/pids.max", str(pids_max))
-            self.procs_fd = os.open(f"{path}/cgroup.procs", os.O_RDWR | os.O_CLOEXEC)
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.events_fd = os.open("cgroup.events", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError:
             os.rmdir(path)
             raise
@@ -82,23 +91,14 @@ class Group:
     def pids(self) -> list[int]:
         """Its processes, the children of its children included; groups that jobs cannot make do not exist."""
         try:
-            os.lseek(self.procs_fd, 0, os.SEEK_SET)
-            chunks = bytearray()
-            while piece := os.read(self.procs_fd, 65536):
-                chunks += piece
+            with open(f"{self.path}/cgroup.procs", "rb") as file:
+                return [int(line) for line in file.read().split()]
         except OSError:
             return []
-        return [int(line) for line in chunks.split()]
 
     def populated(self) -> bool:
         """Whether a live process is in it."""
-        return _number_in(read_knob(f"{self.path}/cgroup.events"), "populated") != 0
-
-    def open_events(self) -> int:
-        """A descriptor of its event file, which is readable out of band (POLLPRI) when that changes."""
-        fd = os.open(f"{self.path}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
-        os.read(fd, 4096)
-        return fd
+        return b"populated 1" in os.pread(self.events_fd, 4096, 0)
 
     def terminate(self) -> None:
         """SIGTERM to every process."""
@@ -119,18 +119,11 @@ class Group:
         """How often a fork failed because there were too many processes."""
         return _number_in(read_knob(f"{self.path}/pids.events"), "max")
 
-    def remove(self) -> bool:
-        """Removes it when it is empty; says whether it is gone."""
-        try:
-            os.rmdir(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return False
-        if self.procs_fd >= 0:
-            os.close(self.procs_fd)
-            self.procs_fd = -1
-        return True
+    def remove(self) -> None:
+        """Removes it; it must be empty."""
+        os.close(self.events_fd)
+        os.close(self.fd)
+        os.rmdir(self.path)
 
 
 class Tree:
@@ -144,6 +137,10 @@ class Tree:
         self.root = root
         self.jobs_path = f"{root}/jobs"
         self.pids_max: int | None = None
+        self._notes: dict[int, bytes] = {}
+        self._troubled = False
+        self._idle: list[Group] = []
+        self._numbers = itertools.count(1)
 
     def prepare(self, *, available_bytes: int, threads_max: int) -> None:
         """Makes the tree, moves this process into `supervisor`, sets the limits of `jobs`."""
@@ -164,13 +161,32 @@ class Tree:
             whole = min(threads_max, _PIDS_CEILING) - _PIDS_RESERVE
             write_knob(f"{self.jobs_path}/pids.max", str(whole))
             self.pids_max = whole - _PIDS_RESERVE
+        for name in wanted:
+            fd = os.open(f"{self.jobs_path}/{name}.events", os.O_RDONLY | os.O_CLOEXEC)
+            self._notes[fd] = os.pread(fd, 4096, 0)
 
-    def group(self, job_id: str) -> Group:
-        """A new group for a job."""
-        return Group(f"{self.jobs_path}/{job_id}", self.pids_max)
+    def had_trouble(self) -> bool:
+        """Whether memory or pids ever ran out in any job; as long as not, no job's own files need a look."""
+        if not self._troubled:
+            self._troubled = any(os.pread(fd, 4096, 0) != noted for fd, noted in self._notes.items())
+        return self._troubled
 
+    def take_group(self) -> Group:
+        """An empty group for a job."""
+        if self._idle:
+            return self._idle.pop()
+        return Group(f"{self.jobs_path}/{next(self._numbers)}", self.pids_max)
+
+    def give_back(self, group: Group) -> None:
+        """Takes a group that is empty; a few are kept, since making one costs a tenth of a short command."""
+        if self._troubled or len(self._idle) >= _IDLE_GROUPS:
+            group.remove()  # with the counters that say so
+        else:
+            self._idle.append(group)
+
+    @functools.cached_property
     def noop_group(self) -> Group:
-        """A new group for the warm-up command, outside of what a freeze stops."""
+        """The group for the warm-up command, outside of what a freeze stops."""
         return Group(f"{self.root}/noop", None)
 
     def set_frozen(self, frozen: bool) -> None:  # noqa: FBT001 - the value of the knob

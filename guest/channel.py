@@ -356,18 +356,20 @@ class Channel:
             self._fill()
             if not self._outbox:
                 break
-            frame = self._outbox[0]
+            # One write for all: each is a notification of the host, and one for the guest's other side.
+            frame = self._outbox[0] if len(self._outbox) == 1 else b"".join(self._outbox)
+            self._outbox.clear()
             try:
                 written = os.write(self._fd, frame)
             except BlockingIOError:
+                self._outbox.append(frame)
                 return
             except OSError:
+                self._outbox_bytes = 0
                 return  # the read side reports the end
             self._outbox_bytes -= written
             if written < len(frame):
-                self._outbox[0] = frame[written:]
-            else:
-                self._outbox.popleft()
+                self._outbox.append(frame[written:])
         if self._on_flushed is not None:
             action, self._on_flushed = self._on_flushed, None
             action()

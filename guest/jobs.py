@@ -12,7 +12,6 @@ After a cancel or a timeout a job is completed only when its cgroup is empty. Al
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -81,10 +80,11 @@ class Job:
         self.background = 0
         self.run_seconds = 0.0
         self.oom_killed = False
+        self.pids_refused = False
         self.message = ""
         self.timeout: RunTimer | None = None
         self.grace: RunTimer | None = None
-        self.events_fd = -1
+        self.watched = False
 
     def summary(self, clock: RunClock) -> dict[str, Any]:
         """The job as the host sees it."""
@@ -136,7 +136,9 @@ class Jobs:
         self._loop = loop
         self._clock = clock
         self._tree = tree
-        self._host = host
+        self._launcher = spawn.Launcher(loop, host)
+        self._launcher.prepare()
+        self._workspace_fd = host.workspace_fd
         self._spool = spool
         self._env = {**BASE_ENV, **(env or {})}
         self._on_completed = on_completed
@@ -186,7 +188,7 @@ class Jobs:
         if sum(not job.completed for job in self._jobs.values()) >= MAX_RUNNING:
             raise OpError("job_limit", f"{MAX_RUNNING} jobs are running; wait for one or cancel it")
         try:
-            group = self._tree.group(spec.job_id)
+            group = self._tree.take_group()
         except OSError as error:
             raise OpError("internal", f"no cgroup for the job: {error.strerror}") from error
         capture = Capture(self._loop, f"{self._spool}/{spec.job_id}", spec.output_limit_bytes, self._null_fd)
@@ -195,9 +197,10 @@ class Jobs:
             self._spawn(job, spec, on_outcome)
         except OSError as error:
             self._discard(job)
-            if error.errno == errno.E2BIG:
-                raise OpError("invalid_argument", "the environment is too large for Linux") from error
             raise OpError("internal", f"the guest cannot start a process: {error.strerror}") from error
+        except OpError:
+            self._discard(job)
+            raise
         self._make_room()
         self._jobs[spec.job_id] = job
 
@@ -205,25 +208,24 @@ class Jobs:
         out, err = job.capture.open_pipes()
         argv, kept_fd = spawn.bash_argv(spec.command)
 
-        def launched(error: OpError | None) -> None:
+        def launched(pid: int, error: OpError | None) -> None:
+            job.pid = pid
             if error is not None:
                 self._jobs.pop(job.job_id, None)
-                self._pids[job.pid] = lambda _status: self._discard(job)
-                if (status := self._unclaimed.pop(job.pid, None)) is not None:
-                    self._pids.pop(job.pid)(status)
                 on_outcome(error)
+                if pid < 0:
+                    self._discard(job)
+                else:
+                    self.expect(pid, lambda _status: self._discard(job))
                 return
             job.launched = True
-            if spec.timeout_s is not None and not job.completed:
+            if spec.timeout_s is not None:
                 job.timeout = self._clock.after(spec.timeout_s, lambda: self._time_out(job))
             on_outcome(job)
-            if job.status is not None:
-                self._main_ended(job)
+            self.expect(pid, lambda status: self._reaped(job, status))
 
         try:
-            job.pid = spawn.launch(
-                self._loop,
-                self._host,
+            self._launcher.launch(
                 job.group,
                 argv,
                 env={**self._env, **spec.env},
@@ -236,12 +238,14 @@ class Jobs:
             for fd in (out, err, kept_fd):
                 if fd >= 0:
                     os.close(fd)
-        self._pids[job.pid] = lambda status: self._reaped(job, status)
 
     def _discard(self, job: Job) -> None:
         job.capture.close()
         job.capture.forget()
-        job.group.remove()
+        job.completed = True
+        if not self._give_group_back(job):  # the launcher died in the middle of it
+            self._watch_group(job)
+            job.group.kill()
 
     def _make_room(self) -> None:
         """Forgets the oldest finished job when one more would be too many."""
@@ -264,88 +268,91 @@ class Jobs:
             action = self._pids.pop(pid, None)
             if action is not None:
                 action(status)
+            elif self._launcher.busy:
+                self._unclaimed[pid] = status  # perhaps a command that was shorter than the news of its start
 
     def expect(self, pid: int, on_exit: Callable[[int], None]) -> None:
-        """Has `on_exit` called with the wait status of another child of this process."""
-        self._pids[pid] = on_exit
+        """Has `on_exit` called with the wait status of a child, also of one that was collected just now."""
+        status = self._unclaimed.pop(pid, None)
+        if not self._launcher.busy:
+            self._unclaimed.clear()
+        if status is None:
+            self._pids[pid] = on_exit
+        else:
+            on_exit(status)
 
     def _reaped(self, job: Job, status: int) -> None:
         job.status = status
         job.run_seconds = self._clock.now() - job.started_run
         job.ended_at_ns = time.time_ns()
-        if job.launched:
-            self._main_ended(job)
-        else:
-            self._unclaimed[job.pid] = status
-
-    def _main_ended(self, job: Job) -> None:
-        self._unclaimed.pop(job.pid, None)
         self._clock.cancel(job.timeout)
         job.capture.finish()
-        populated = job.group.populated()
-        if populated:
+        emptied = self._give_group_back(job)
+        if not emptied:
             self._watch_group(job)
-        if not populated or not (job.cancelled or job.timed_out):
+        if emptied or not (job.cancelled or job.timed_out):
             self._complete(job)
+
+    def _give_group_back(self, job: Job) -> bool:
+        """Parts with the job's cgroup if nothing is in it, after a look at what the kernel noted there."""
+        if job.group.populated():
+            return False
+        self._clock.cancel(job.grace)
+        if self._tree.had_trouble():
+            job.oom_killed = job.group.oom_kills() > 0
+            job.pids_refused = job.group.pid_refusals() > 0
+        self._tree.give_back(job.group)
+        return True
 
     def _complete(self, job: Job) -> None:
         """The job is over, with or without processes that it left behind."""
         if job.completed:
             return
         job.completed = True
-        job.background = len(job.group.pids()) if job.events_fd >= 0 else 0
-        job.oom_killed = job.group.oom_kills() > 0
+        job.background = len(job.group.pids()) if job.watched else 0
         job.message = self._message_of(job)
-        if job.events_fd < 0:
-            self._clock.cancel(job.grace)
+        if not job.watched:
             job.capture.close()
         self._on_completed(job)
-        if job.events_fd < 0:
-            job.group.remove()
 
     def _message_of(self, job: Job) -> str:
         parts: list[str] = []
         if job.oom_killed:
             parts.append("the guest ran out of memory and processes of this job were killed")
-        if job.group.pid_refusals():
+        if job.pids_refused:
             parts.append("the guest ran out of process ids and forks of this job failed")
         with contextlib.suppress(OSError):
-            space = os.fstatvfs(self._host.workspace_fd)
+            space = os.fstatvfs(self._workspace_fd)
             if space.f_bavail * space.f_frsize < _DISK_FULL_BYTES:
                 parts.append("the guest's disk is full")
         return "; ".join(parts)
 
     def _watch_group(self, job: Job) -> None:
-        if job.events_fd >= 0:
+        """Has the job's cgroup parted with when the last process in it is gone."""
+        if job.watched:
             return
-        job.events_fd = job.group.open_events()
-        self._loop.watch(job.events_fd, PRIORITY, lambda _events: self._group_changed(job))
-        if not job.group.populated():  # emptied between the two looks
-            self._loop.soon(lambda: self._group_changed(job))
+        job.watched = True
+        self._loop.watch(job.group.events_fd, PRIORITY, lambda _events: self._group_changed(job))
 
     def _group_changed(self, job: Job) -> None:
-        if job.events_fd < 0:
+        if not job.watched or job.group.populated():
             return
-        os.pread(job.events_fd, 4096, 0)  # arms the next report
-        if job.group.populated():
-            return
-        self._loop.forget(job.events_fd)
-        os.close(job.events_fd)
-        job.events_fd = -1
+        job.watched = False
+        self._loop.forget(job.group.events_fd)
+        self._give_group_back(job)
         job.background = 0
-        self._clock.cancel(job.grace)
         if job.completed:
             job.capture.close()
-            job.group.remove()
-            self._on_emptied(job)
-        elif job.status is not None:
+            if job.launched:
+                self._on_emptied(job)
+        else:
             self._complete(job)
 
     def cancel(self, job: Job) -> None:
         """Ends the job and all that belongs to it; of a completed one, only what it left behind."""
         if not job.completed:
             job.cancelled = job.cancelled or not job.timed_out
-        elif job.events_fd < 0:
+        elif not job.watched:
             return
         self._end(job)
 
@@ -360,7 +367,7 @@ class Jobs:
 
     def count_background(self, job: Job) -> int:
         """How many processes a completed job has now."""
-        if job.completed and job.events_fd >= 0:
+        if job.completed and job.watched:
             job.background = len(job.group.pids())
         return job.background
 
@@ -369,30 +376,30 @@ class Jobs:
         self._noop_pending.append(on_done)
         if len(self._noop_pending) > 1:
             return
-        group = self._tree.noop_group()
+        group = self._tree.noop_group
 
         def done(error: OpError | None) -> None:
-            group.remove()
             pending, self._noop_pending = self._noop_pending, []
             for action in pending:
                 action(error)
 
+        def launched(pid: int, error: OpError | None) -> None:
+            if pid < 0:
+                done(error)
+            else:
+                failed = error or OpError("internal", "the no-op failed")
+                self.expect(pid, lambda status: done(None if status == 0 else failed))
+
         try:
             null = self._null_fd
-            pid = spawn.launch(
-                self._loop,
-                self._host,
+            self._launcher.launch(
                 group,
                 spawn.bash_argv(b"true")[0],
                 env=self._env,
                 cwd=".",
                 stdio=(null, null, null),
                 kept_fd=-1,
-                on_outcome=lambda _error: None,
+                on_outcome=launched,
             )
         except OSError as error:
             done(OpError("internal", f"the guest cannot start a process: {error.strerror}"))
-            return
-        self.expect(
-            pid, lambda status: done(None if status == 0 else OpError("internal", "the no-op failed"))
-        )

@@ -35,7 +35,7 @@ MOUNTS: Final = (
     ("devpts", "/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, "gid=5,mode=620,ptmxmode=666"),
     ("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777"),  # noqa: S108 - the guest's own
     ("tmpfs", "/run", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=16m"),
-    ("cgroup2", "/sys/fs/cgroup", "cgroup2", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "favordynmods"),
+    ("cgroup2", "/sys/fs/cgroup", "cgroup2", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, ""),
 )
 """Source, target, type, flags, options.
 

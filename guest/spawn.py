@@ -1,14 +1,16 @@
-"""The way in which a command comes to life: in the job's cgroup, with the job's rights, by posix_spawn.
+"""The way in which a command comes to life: in the job's cgroup, with the job's rights, by the launcher.
 
-A fork of this interpreter would cost more than everything else under emulation, hence the static launcher
-(`launch.c`), which reports through a pipe what it could not do. This module starts and says how it went;
-`jobs` knows what a job is.
+A fork of this interpreter would cost more than everything else under emulation, hence the small process that
+is kept for it (`launch.c`) and makes children of the supervisor's own. This module asks it and says how it
+went; `jobs` knows what a job is.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
+import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -22,11 +24,15 @@ INLINE_COMMAND_BYTES: Final = 96 * 1024
 _COMMAND_FD: Final = 9
 """Where the launcher puts the descriptor of a long command; the command's own first words close it."""
 _ASIDE_FD: Final = 4000
-"""Above every descriptor of the supervisor's own (256 remembered jobs hold at most a few each)."""
-_FAILURES: Final = {
-    "exec": "the command and its environment are too large, or the shell is missing",
-    "cgroup": "the job's cgroup could not be joined",
-}
+"""Above every descriptor of the supervisor's own."""
+_REQUEST: Final = struct.Struct("=IIIII")
+_OUTCOME: Final = struct.Struct("=Iii20s")
+_TEXT_MAX: Final = 128 * 1024
+"""MAX_ARG_STRLEN: one argument or variable, its NUL included (execve(2))."""
+_TEXTS_MAX: Final = 1536 * 1024
+"""All of them: a quarter of the usual 8 MiB stack, less what their pointers take."""
+
+Outcome = Callable[[int, "OpError | None"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,76 +65,127 @@ def bash_argv(command: bytes) -> tuple[list[bytes], int]:
     return [b"/bin/bash", b"-c", b". /proc/self/fd/%d" % _COMMAND_FD], fd
 
 
-def launch(
-    loop: Loop,
-    host: Host,
-    group: Group,
-    argv: Sequence[bytes],
-    *,
-    env: Mapping[bytes, bytes],
-    cwd: str,
-    stdio: tuple[int, int, int],
-    kept_fd: int,
-    on_outcome: Callable[[OpError | None], None],
-) -> int:
-    """Starts `argv` in `group`; `on_outcome` learns whether the command itself began.
+class Launcher:
+    """The process that starts commands; one that dies is replaced with the next command."""
 
-    Args:
-        loop: Watches for the launcher's report.
-        host: What every launch shares.
-        group: The job's cgroup.
-        argv: The command, its program by absolute path.
-        env: The whole environment.
-        cwd: Relative to the workspace.
-        stdio: Become 0, 1 and 2; all descriptors stay the caller's.
-        kept_fd: One more for the command; -1 for none.
-        on_outcome: Gets None, or the error for the caller.
-        on_outcome: Gets None, or the error for the caller.
+    def __init__(self, loop: Loop, host: Host) -> None:
+        self._loop = loop
+        self._host = host
+        self._sock: socket.socket | None = None
+        self._outcomes = -1
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Outcome] = {}
 
-    Returns:
-        The pid, whose exit the caller must expect whatever the outcome.
+    @property
+    def busy(self) -> bool:
+        """Whether a command was asked for whose outcome is not known yet."""
+        return bool(self._waiting)
 
-    Raises:
-        OSError: when no process could be made at all.
-    """
-    report, report_end = os.pipe2(os.O_CLOEXEC)
-    try:
-        inherited = [*stdio, group.procs_fd, report_end, host.workspace_fd]
-        if kept_fd >= 0:
-            inherited.append(kept_fd)
-        # Upwards first, so that no descriptor is overwritten before it was copied.
-        actions = [(os.POSIX_SPAWN_DUP2, fd, _ASIDE_FD + index) for index, fd in enumerate(inherited)]
-        actions += [(os.POSIX_SPAWN_DUP2, _ASIDE_FD + index, index) for index in range(len(inherited))]
-        words = [host.launcher, str(host.uid), str(host.gid), cwd, "1" if kept_fd >= 0 else "0", "--", *argv]
-        pid = os.posix_spawn(host.launcher, words, env, file_actions=actions)
-    except BaseException:
-        os.close(report)
-        raise
-    finally:
-        os.close(report_end)
-    _await_report(loop, report, on_outcome)
-    return pid
+    def prepare(self) -> None:
+        """Starts it, so that the first command does not wait for that.
+
+        Raises:
+            OSError: when no process could be made.
+        """
+        if self._sock is not None:
+            return
+        ours, theirs = socket.socketpair()
+        outcomes, outcomes_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(outcomes, False)
+        host = self._host
+        given = (theirs.fileno(), host.workspace_fd, outcomes_end)
+        # Upwards first, so that none is overwritten before it was copied.
+        actions = [(os.POSIX_SPAWN_DUP2, fd, _ASIDE_FD + index) for index, fd in enumerate(given)]
+        actions += [(os.POSIX_SPAWN_DUP2, _ASIDE_FD + index, 3 + index) for index in range(len(given))]
+        words = [host.launcher, str(host.uid), str(host.gid)]
+        try:
+            os.posix_spawn(host.launcher, words, {}, file_actions=actions)
+        except OSError:
+            ours.close()
+            os.close(outcomes)
+            raise
+        finally:
+            theirs.close()
+            os.close(outcomes_end)
+        self._sock = ours
+        self._outcomes = outcomes
+        self._loop.watch(outcomes, READ, self._take_outcomes)
+
+    def launch(
+        self,
+        group: Group,
+        argv: Sequence[bytes],
+        *,
+        env: Mapping[bytes, bytes],
+        cwd: str,
+        stdio: tuple[int, int, int],
+        kept_fd: int,
+        on_outcome: Outcome,
+    ) -> None:
+        """Asks for `argv` to be started in `group`.
+
+        Args:
+            group: The job's cgroup.
+            argv: The command, its program by absolute path.
+            env: The whole environment.
+            cwd: Relative to the workspace.
+            stdio: Become 0, 1 and 2; all descriptors stay the caller's.
+            kept_fd: One more for the command; -1 for none.
+            on_outcome: Called once: with the pid of the command that begins, or with the pid (-1 for none)
+                and the error. A pid is this process's child, whose exit may have been collected already.
+
+        Raises:
+            OpError: when it cannot be started, by its size.
+            OSError: when the launcher cannot be reached.
+        """
+        texts = [*argv, *(name + b"=" + value for name, value in env.items())]
+        if max(map(len, texts)) >= _TEXT_MAX or sum(map(len, texts)) > _TEXTS_MAX:
+            raise OpError("invalid_argument", "the environment is too large for Linux")
+        body = b"\0".join([cwd.encode(), *texts]) + b"\0"
+        number = next(self._ids) & 0xFFFFFFFF
+        kept = () if kept_fd < 0 else (kept_fd,)
+        request = _REQUEST.pack(number, len(body), len(argv), len(env), len(kept)) + body
+        self.prepare()
+        assert self._sock is not None
+        try:
+            sent = socket.send_fds(self._sock, [request], [*stdio, group.fd, *kept])
+            self._sock.sendall(memoryview(request)[sent:])
+        except OSError:
+            self._lose()
+            raise
+        self._waiting[number] = on_outcome
+
+    def _take_outcomes(self, _events: int) -> None:
+        """Hands outcomes to who waits for them.
+
+        A second one of the same command says that its exec failed after all; its exit, 127, says that too.
+        """
+        data = os.read(self._outcomes, _OUTCOME.size * 64)
+        if not data:
+            self._lose()
+            return
+        for number, pid, error, operation in _OUTCOME.iter_unpack(data):
+            on_outcome = self._waiting.pop(number, None)
+            if on_outcome is not None:
+                on_outcome(pid, _error_of(operation.rstrip(b"\0").decode(), error) if error else None)
+
+    def _lose(self) -> None:
+        """The launcher has died: whatever it was asked for fails."""
+        if self._sock is None:
+            return
+        self._sock.close()
+        self._sock = None
+        self._loop.forget(self._outcomes)
+        os.close(self._outcomes)
+        waiting, self._waiting = self._waiting, {}
+        for on_outcome in waiting.values():
+            on_outcome(-1, OpError("internal", "the launcher was killed in the guest; try again"))
 
 
-def _await_report(loop: Loop, report: int, on_outcome: Callable[[OpError | None], None]) -> None:
-    def take(_events: int) -> None:
-        text = os.read(report, 256).decode("ascii", "replace")
-        loop.forget(report)
-        os.close(report)
-        on_outcome(_error_of(text) if text else None)
-
-    loop.watch(report, READ, take)
-
-
-def _error_of(text: str) -> OpError:
-    """What the launcher's report means to the caller."""
-    operation, _, number = text.partition(" ")
-    code = 0
-    with contextlib.suppress(ValueError):
-        code = int(number)
+def _error_of(operation: str, number: int) -> OpError:
+    """What an outcome means to the caller."""
     if operation == "cwd":
-        return OpError.of_errno(code, "cwd")
-    return OpError(
-        "invalid_argument" if operation == "exec" else "internal",
-        f"{_FAILURES.get(operation, operation)} ({os.strerror(code)})",
-    )
+        return OpError.of_errno(number, "cwd")
+    if operation == "fork":
+        return OpError("internal", f"the guest cannot start a process: {os.strerror(number)}")
+    return OpError("internal", f"{operation}: {os.strerror(number)}")

@@ -29,6 +29,8 @@ from microvm.wire.framing import Frame, FramingError
 Body = bytes | AsyncIterable[bytes]
 
 _READ_BYTES: Final = 65536
+_WRITE_BYTES: Final = 32768
+"""One page run of a virtio-serial port; more would only lengthen the wait of what comes behind."""
 _REPLY_BYTES: Final = 1 << 20
 """Most that a reply may carry unless the caller asks for more."""
 
@@ -236,12 +238,25 @@ class AgentLink(Operations):
                     self._outbox_filled = trio.Event()
                     await self._outbox_filled.wait()
                     continue
-                frame, owner = self._outbox.popleft()
-                await self._stream.send_all(frame)
-                if owner is not None:
+                frames, owners = self._take_outbox()
+                await self._stream.send_all(frames)
+                for owner in owners:
                     owner.frame_written()
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError) as error:
             self._break(_unreachable(error))
+
+    def _take_outbox(self) -> tuple[bytes, list[Call]]:
+        """What one write takes, and whose: a call and its short body reach the guest in one interrupt."""
+        frames: list[bytes] = []
+        owners: list[Call] = []
+        size = 0
+        while self._outbox and size < _WRITE_BYTES:
+            frame, owner = self._outbox.popleft()
+            frames.append(frame)
+            size += len(frame)
+            if owner is not None:
+                owners.append(owner)
+        return b"".join(frames), owners
 
     # ---- The reader's side
 
