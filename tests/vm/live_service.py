@@ -263,9 +263,8 @@ class Service:
         """Starts the daemon and returns once it takes calls."""
         assert self.process is None
         self.config.write_text("".join(f"{key} = {json.dumps(v)}\n" for key, v in self.settings.items()))
-        argv = [sys.executable, "-m", "microvm", "serve", "--config", str(self.config)]
         self.process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *argv],
+            ["setpriv", "--pdeathsig", "KILL", *self._argv],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -277,6 +276,11 @@ class Service:
         if not in_time or not self.url:
             self.kill()
             raise AssertionError(f"the service does not listen:\n{self.log[-4000:]}")
+
+    @property
+    def _argv(self) -> list[str]:
+        """The daemon's command."""
+        return [sys.executable, "-m", "microvm", "serve", "--config", str(self.config)]
 
     def _follow(self, process: subprocess.Popen[bytes], listening: threading.Event) -> None:
         """Keeps the log, and finds in it where the service listens."""
