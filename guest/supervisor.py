@@ -9,7 +9,6 @@ refused until a configure has succeeded since the start or the last freeze. Run 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -337,9 +336,7 @@ def _watch_children(loop: Loop, jobs: Jobs) -> None:
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
 
     def reap(_events: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while ours.recv(4096):
-                pass
+        ours.recv(4096)  # what does not fit is reported again
         jobs.reap()
 
     loop.watch(ours.fileno(), READ, reap)
