@@ -3,7 +3,7 @@
     sudo python -m bench.suspend --config /etc/microvm/microvm.toml [--rounds 9] [--json FILE]
 
 Runs a service of its own from the configuration (none may be running). The page cache is dropped for the
-files of the machine under test alone. The thousand sleeping machines are synthetic records: they have no files.
+files of the machine under test alone. The thousand sleeping machines are records without files.
 """
 
 from __future__ import annotations
