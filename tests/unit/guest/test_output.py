@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,14 @@ class Writer:
     def __init__(self, loop: Loop, capture: Capture) -> None:
         self.loop = loop
         self.ends = capture.open_pipes()
+        for fd in self.ends:
+            os.set_blocking(fd, False)
 
     def write(self, which: int, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self.ends[which], view[:65536]) :]
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(self.ends[which], view[:65536]) :]
             self.loop.soon(lambda: None)  # a turn that does not wait
             self.loop.turn()
 
