@@ -268,11 +268,13 @@ def decide(facts: Facts, event: Event) -> Answer:
 
 
 def is_fulfilled(event: Event, state: VmState) -> bool:
-    """Whether the effect that `event` caused, having led to `state`, was all that was asked for.
+    """Whether what `event` caused, having led to `state`, was all that it asked for.
 
-    Asked again, a cold boot would be refused by the running VM that it made.
+    Asked again, a cold boot would be refused by the running VM that it made, and news would be news for ever.
     """
-    return isinstance(event, Resume) and state is S.RUNNING
+    if isinstance(event, Resume):
+        return state is S.RUNNING
+    return isinstance(event, VmmDied | OutOfSpace | LowSpace | Compact)
 
 
 # ---- rules ----

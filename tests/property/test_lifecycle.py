@@ -12,6 +12,7 @@ from microvm.policy import lifecycle
 from microvm.policy.lifecycle import (
     SETTLED,
     STAY,
+    Compact,
     Destroy,
     Done,
     Drain,
@@ -20,6 +21,7 @@ from microvm.policy.lifecycle import (
     Facts,
     Failed,
     Idle,
+    LowSpace,
     OutOfSpace,
     Refusal,
     Resume,
@@ -39,7 +41,7 @@ _REQUESTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Stop, st.booleans()),
     st.builds(Idle, st.integers(0, 2), _MODES),
     st.just(VmmDied("died")),
-    st.just(OutOfSpace()),
+    st.sampled_from([OutOfSpace(), LowSpace(), Compact()]),
     st.just(Drain()),
 )
 _ENDS = st.builds(Failed, st.just("why"), st.booleans(), st.booleans()) | st.just(Done())

@@ -16,6 +16,7 @@ from microvm.policy.lifecycle import (
     SETTLED,
     STAY,
     Answer,
+    Compact,
     Destroy,
     Done,
     Drain,
@@ -24,6 +25,7 @@ from microvm.policy.lifecycle import (
     Failed,
     Idle,
     Later,
+    LowSpace,
     OutOfSpace,
     Refusal,
     Resume,
@@ -56,6 +58,8 @@ NEWS: tuple[Event, ...] = (
     *(Idle(seen, mode) for seen in (0, 1) for mode in SuspendMode),
     VmmDied("died"),
     OutOfSpace(),
+    LowSpace(),
+    Compact(),
 )
 EVENTS = (*REQUESTS, *COMPLETIONS, *NEWS)
 
@@ -233,6 +237,18 @@ def test_a_death_fails_the_vm_with_its_cause_and_gives_back_what_it_held(state: 
     assert decide(Facts(state), OutOfSpace()) == Step(S.PAUSED, reason=NO_SPACE)
 
 
+def test_a_full_volume_stops_what_runs_and_leaves_alone_what_does_not() -> None:
+    assert decide(Facts(S.RUNNING), LowSpace()) == Step(S.PAUSED, lifecycle.HALT, NO_SPACE)
+    for state in SETTLED - {S.RUNNING}:
+        assert isinstance(decide(Facts(state), LowSpace()), Refusal)
+
+
+def test_only_a_sleeping_vm_has_its_memfile_written_anew() -> None:
+    assert decide(Facts(S.HIBERNATED), Compact()) == Step(S.HIBERNATED, lifecycle.COMPACT)
+    for state in SETTLED - {S.HIBERNATED}:
+        assert isinstance(decide(Facts(state), Compact()), Refusal)
+
+
 def test_a_failed_creation_leaves_nothing_behind() -> None:
     for failed in COMPLETIONS[1:]:
         answer = decide(Facts(S.CREATING), failed)
@@ -264,10 +280,12 @@ def test_while_the_service_drains_nothing_wakes_and_everything_can_be_saved_or_d
     assert not isinstance(decide(facts, Destroy()), Refusal)
 
 
-def test_a_resume_is_fulfilled_by_a_running_vm_only() -> None:
+def test_news_are_told_once_and_a_resume_is_fulfilled_by_a_running_vm_only() -> None:
     for state in S:
         assert lifecycle.is_fulfilled(Resume(cold_boot=True), state) is (state is S.RUNNING)
     assert not lifecycle.is_fulfilled(Stop(), S.RUNNING)
+    for news in (VmmDied("why"), OutOfSpace(), LowSpace(), Compact()):
+        assert lifecycle.is_fulfilled(news, S.PAUSED)
 
 
 def test_the_documented_transitions_are_the_tables_keys() -> None:
