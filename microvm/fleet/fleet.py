@@ -87,7 +87,8 @@ class Fleet:
         return [
             self._view(vm)
             for vm in self.vms.values()
-            if all_workspaces or vm.driver.record.workspace_id == p.workspace_id
+            if not vm.driver.gone.is_set()
+            and (all_workspaces or vm.driver.record.workspace_id == p.workspace_id)
         ]
 
     def status(self, p: Principal, vm_id: str) -> tuple[VmView, list[JobRecord]]:
