@@ -316,8 +316,7 @@ class Effects:
 
     async def _unpause(self, turn: Turn) -> Changes:
         live = self._running()
-        if turn.record.reason == lifecycle.NO_SPACE:
-            self.parts.room.check_write(CHECKPOINT_BYTES)  # else its first write would stop it again
+        self.parts.room.check_write(CHECKPOINT_BYTES)  # else it would be stopped again at once
         generation = AgentGeneration(turn.record.agent_generation + 1)
         await self._run_on(live, generation)
         return {"agent_generation": generation}
@@ -340,7 +339,7 @@ class Effects:
         record = turn.record
         generation = Generation(record.checkpoint_generation + 1)
         was_running = turn.before is VmState.RUNNING
-        self.parts.room.check_write(CHECKPOINT_BYTES)
+        self.parts.room.check_write(CHECKPOINT_BYTES, saves=True)
         if was_running:
             await self._flush(live)
         try:
@@ -468,7 +467,7 @@ class Effects:
         try:
             self._drop_checkpoint(checkpoint.read(self.directory))
             ram = self.directory / layout.RAM
-            ram.unlink(missing_ok=True)
+            _unlink(ram)
             layout.make_ram(ram, record.spec.memory_mib)
         except BaseException:
             self.parts.room.rest(record.vm_id)
@@ -525,7 +524,7 @@ class Effects:
             await live.vmm.exited.wait()
         self.jobs.lose_active("the VM was stopped")
         await self.release()
-        (self.directory / layout.RAM).unlink(missing_ok=True)
+        _unlink(self.directory / layout.RAM)
         return {**changes, "slot": None}
 
     async def _release(self, turn: Turn) -> Changes:
@@ -552,6 +551,11 @@ def _open_state(directory: Path, manifest: checkpoint.Manifest) -> int:
     path = directory / manifest.state_file
     with host_errors("open", path):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _unlink(path: Path) -> None:
+    with host_errors("unlink", path):
+        path.unlink(missing_ok=True)
 
 
 def _machine_id(record: VmRecord) -> str:

@@ -78,13 +78,13 @@ class Room:
             answer = self._wake(vm_id, workspace_id, ())
         return self._granted(answer)
 
-    def check_write(self, needs_bytes: int) -> None:
-        """Refuses an effect that would write into the volume's reserve.
+    def check_write(self, needs_bytes: int, *, saves: bool = False) -> None:
+        """Refuses an effect that would write into the volume's reserve, or beyond it where it `saves` a VM.
 
         Raises:
             CapacityError: `no_capacity`.
         """
-        self._granted(self._decide(admission.Write(self._volume(), needs_bytes)), slotless=True)
+        self._granted(self._decide(admission.Write(self._volume(), needs_bytes, saves)), slotless=True)
 
     @property
     def is_low(self) -> bool:

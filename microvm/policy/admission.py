@@ -114,10 +114,15 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An effect is about to write this much to the volume (a checkpoint, a snapshot); it reserves nothing."""
+    """An effect is about to write this much to the volume (a checkpoint, a snapshot); it reserves nothing.
+
+    Attributes:
+        saves: Whether it saves a VM that lives: the reserve is there for just that.
+    """
 
     volume: Volume
     needs_bytes: int
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +201,7 @@ def decide(admission: Admission, event: Event) -> Decision:
         case Wake():
             return _wake(admission, event)
         case Write():
-            denied = _space(event.volume, event.needs_bytes)
+            denied = _space(event.volume, event.needs_bytes, into_reserve=event.saves)
             return admission, (denied or Granted(),)
         case Rest():
             holding = admission.holdings.get(event.vm_id)
@@ -341,8 +346,8 @@ def _over(bound: Quota, used: Use, asked: Use, *, host: bool) -> Denied | None:
     return None
 
 
-def _space(volume: Volume, needs_bytes: int) -> Denied | None:
-    if volume.free_bytes - needs_bytes >= volume.reserve_bytes:
+def _space(volume: Volume, needs_bytes: int, *, into_reserve: bool = False) -> Denied | None:
+    if volume.free_bytes - needs_bytes >= (0 if into_reserve else volume.reserve_bytes):
         return None
     return Denied(
         "no_capacity",

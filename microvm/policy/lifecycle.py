@@ -318,9 +318,9 @@ def _rest(mode: SuspendMode) -> Step:
     return Step(S.HIBERNATING, HIBERNATE)
 
 
-def _suspend_paused(_facts: Facts, event: Event) -> Answer:
+def _suspend_paused(facts: Facts, event: Event) -> Answer:
     assert isinstance(event, Suspend)
-    return STAY if event.mode is SuspendMode.PAUSE else Step(S.HIBERNATING, HIBERNATE)
+    return STAY if event.mode is SuspendMode.PAUSE else _drain(facts, event)
 
 
 def _suspend_hibernated(_facts: Facts, event: Event) -> Answer:
@@ -383,8 +383,8 @@ def _stop_running(facts: Facts, _event: Event) -> Answer:
     return LATER if facts.uses else Step(S.STOPPING, POWER_OFF)
 
 
-def _drain(_facts: Facts, _event: Event) -> Answer:
-    return Step(S.HIBERNATING, HIBERNATE)
+def _drain(facts: Facts, _event: Event) -> Answer:
+    return Step(S.HIBERNATING, HIBERNATE, reason=facts.reason)  # still true if it fails
 
 
 def _to(state: VmState) -> Callable[[Facts, Event], Answer]:
@@ -415,7 +415,7 @@ def _hibernate_failed(facts: Facts, event: Event) -> Answer:
         return Step(S.HIBERNATED)  # only forward: the checkpoint is whole, whatever went wrong after it
     if event.guest_lost or facts.before is None:
         return _lost(facts, event)
-    return Step(facts.before)
+    return Step(facts.before, reason=facts.reason)
 
 
 def _wake_failed(facts: Facts, event: Event) -> Answer:
@@ -491,6 +491,7 @@ _TABLE: Final[Mapping[tuple[VmState, type[Event]], _Rule]] = {
     (S.HIBERNATED, Destroy): _destroy,
     (S.HIBERNATED, Drain): _stay,
     (S.HIBERNATED, Compact): _compact,
+    (S.HIBERNATED, Failed): _stay,  # a rewrite: whichever memfile has the name is known to the manifest
     (S.RESUMING, Done): _to(S.RUNNING),
     (S.RESUMING, Failed): _wake_failed,
     (S.RESUMING, Destroy): _destroy,
