@@ -1,4 +1,4 @@
-"""Hypercorn on sockets of ours: its connections, with three defects of the stack mended in one class.
+"""Hypercorn on sockets of ours: its connections, with four defects of the stack mended in one class.
 
 What is mended, each in one place (and what shows it):
 
@@ -6,6 +6,7 @@ What is mended, each in one place (and what shows it):
   Hypercorn re-arms the idle timer from within the last `send`. Here the re-arming is shielded.
 * A reader that stalls held a shielded `send_all`, and so the whole shutdown, for ever. Here a write has a
   limit, and the drain ends all of them.
+* A connection whose client had closed stayed open until its keep-alive ended. Here it ends at once.
 * A connection's failure other than an OSError ended the server. Here it ends the connection.
 
 The lifespan protocol is not used: nothing of ours hangs on it. It must not know routes. Its neighbour:
@@ -90,6 +91,11 @@ class Connection(TCPServer):
                 await super().protocol_send(event)
         else:
             await super().protocol_send(event)
+
+    async def _read_data(self) -> None:
+        """Read to the client's end; then nothing is waited for any more, the idle timer least of all."""
+        await super()._read_data()
+        await self.idle_task.stop()
 
     async def _write(self, data: bytes) -> None:
         async with self.send_lock:

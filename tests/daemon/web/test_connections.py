@@ -65,6 +65,14 @@ class TestWithALongGrace:
                 await doors.stopped.wait()
 
 
+async def test_a_client_that_closes_is_closed_at_once_and_not_when_its_keep_alive_ends(doors: Any) -> None:
+    async with await trio.open_tcp_stream("127.0.0.1", doors.port) as stream:
+        await stream.send_all(post("/v1/tools/vm_list", {}))
+        assert (await stream.receive_some(65536)).startswith(b"HTTP/1.1 200")
+        await stream.send_eof()
+        assert await read_to_end(stream) == b""
+
+
 async def test_a_reader_that_stalls_does_not_keep_the_service_from_stopping(doors: Any) -> None:
     doors.fleet.stdout = b"x" * 16384
     stream = await trio.open_tcp_stream("127.0.0.1", doors.port)
