@@ -29,9 +29,9 @@ from typing import Any, Final, cast
 import httpx2
 import trio
 
-from microvm.host.cgroup import MARK, find_hierarchy
+from microvm.host.cgroup import MARK, CgroupTree, find_hierarchy
 from microvm.store import open_registry
-from microvm.store.database import instance_id, open_reader
+from microvm.store.database import FILE_NAME, instance_id, open_reader
 
 START_S: Final = 240.0  # an unseen image is hashed and copied once; the rest takes a few seconds
 STOP_S: Final = 120.0
@@ -385,9 +385,12 @@ class Service:
         return sorted(_links(Path(f"/proc/{self.pid}/fd")))
 
     def remove(self) -> None:
-        """Ends it, and removes its directories."""
+        """Ends it, and removes its directories and, where it was killed, its group."""
         if self.process is not None:
             self.kill()
+        if (self.state_dir / FILE_NAME).exists():
+            instance = self.cgroup.name.removeprefix(MARK)
+            trio.run(CgroupTree(find_hierarchy(), instance, "none").remove)
         shutil.rmtree(self.vm_dir)
         shutil.rmtree(self.directory)
 
