@@ -274,9 +274,8 @@ async def save_checkpoint(
     state_fd = layout.create_private(path)
     try:
         await live.vmm.save(state_fd)
-        with host_errors("fsync", path):
-            os.fsync(state_fd)
-        sha256, size = checkpoint.sha256_of(state_fd)
+        # In a thread: it waits for what other VMs write to the volume, and nobody else should.
+        sha256, size = await trio.to_thread.run_sync(_seal_state, path, state_fd, limiter=live.host.limiter)
         try:
             await live.sync_memory()
         except MicrovmError as error:
@@ -294,13 +293,20 @@ async def save_checkpoint(
             state_sha256=sha256,
             facts={"spec": asdict(spec)},
         )
-        checkpoint.commit(directory, manifest)
+        await trio.to_thread.run_sync(checkpoint.commit, directory, manifest, limiter=live.host.limiter)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(state_fd)
     return manifest
+
+
+def _seal_state(path: Path, state_fd: int) -> tuple[str, int]:
+    with host_errors("fsync", path):
+        os.fsync(state_fd)
+    with host_errors("read", path):
+        return checkpoint.sha256_of(state_fd)
 
 
 class FsyncError(MicrovmError):
