@@ -5,12 +5,11 @@ Nothing here decides; `policy.recovery` reads what this leaves behind.
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields
 from typing import Any, Final
 
 from microvm.model import VmRecord
-from microvm.store import Store, writes
+from microvm.store import Store
 
 _CHANGING: Final = tuple(
     each.name for each in fields(VmRecord) if each.name not in {"vm_id", "workspace_id", "created_at"}
@@ -32,24 +31,16 @@ class VmJournal:
 
     async def intent(self, record: VmRecord, op: str) -> int:
         """The start of a mutation, with the record as it is from now on; the answer is the intent's id."""
-        answers = await self._store.commit(
-            writes.change_vm(record.vm_id, **_changes(record)),
-            writes.intent(record.vm_id, op, None, time.time()),
-        )
-        return answers[1]
+        return await self._store.journal_intent(record.vm_id, op, **_changes(record))
 
     async def step(self, intent: int, record: VmRecord, name: str) -> None:
         """A point of no return within a mutation."""
-        await self._store.commit(
-            writes.change_vm(record.vm_id, **_changes(record)), writes.step(intent, name, time.time())
-        )
+        await self._store.journal_step(intent, name, record.vm_id, **_changes(record))
 
     async def done(self, intent: int, record: VmRecord, outcome: str) -> None:
         """The end of a mutation."""
-        await self._store.commit(
-            writes.change_vm(record.vm_id, **_changes(record)), writes.done(intent, outcome, time.time())
-        )
+        await self._store.journal_done(intent, outcome, record.vm_id, **_changes(record))
 
     async def gone(self, intent: int, record: VmRecord) -> None:
         """The end of a VM."""
-        await self._store.commit(writes.remove_vm(record.vm_id), writes.done(intent, "gone", time.time()))
+        await self._store.delete_vm(record.vm_id, intent)
