@@ -1,6 +1,6 @@
 """The service's life: check, recover, listen; and on the first SIGTERM stop listening, save everything, end.
 
-    lock ► store ► image, closure, accelerator ► cgroups ► fleet (recovers) ► web (listens last)
+    locks ► store ► image, closure, accelerator ► cgroups ► fleet (recovers) ► web (listens last)
     SIGTERM: web stops (5 s) ► template builds end ► VMs are checkpointed ► the rest
 
 The second SIGTERM ends the process where it arrives. A crash of a part asks for the same way out; it never
@@ -89,16 +89,17 @@ async def run_service(
 async def _run(settings: Settings, task_status: trio.TaskStatus[Running]) -> None:
     stop = trio.Event()
     with _signals(stop):
-        async with _open_parts(settings) as (fleet, store):
+        async with _open_parts(settings, stop) as (fleet, store):
             async with trio.open_nursery() as nursery:
                 bound = await nursery.start(_serve, settings, fleet, store, stop)
                 _announce(settings, fleet, bound)
                 task_status.started(Running(bound, fleet, store))
                 await stop.wait()
+                ends_at = trio.current_time() + settings.drain_seconds
                 log.info("draining", extra={"vms": len(fleet.vms)})
                 fleet.draining.set()
                 fleet.parts.templates.drain()
-            await drain(fleet, settings.drain_seconds - WEB_GRACE_S)
+            await drain(fleet, ends_at - trio.current_time())
 
 
 async def _serve(
@@ -129,16 +130,18 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _open_parts(settings: Settings) -> AsyncGenerator[tuple[Fleet, Store]]:
+async def _open_parts(settings: Settings, stop: trio.Event) -> AsyncGenerator[tuple[Fleet, Store]]:
     """Everything below the doors, in order; each check that fails says what to do."""
     places = Layout(settings.state_dir, settings.vm_dir)
     async with contextlib.AsyncExitStack() as stack:
         places.prepare()
         with host_errors("make directory", settings.socket.parent):
             settings.socket.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        stack.enter_context(hold_lock(settings.state_dir / "service.lock"))
+        for directory in (settings.state_dir, settings.vm_dir):
+            stack.enter_context(hold_lock(directory / "service.lock"))
         check_reflink(settings.vm_dir)
         store = await stack.enter_async_context(open_store(settings.state_dir))
+        places.claim(store.instance_id)
         image = open_image(settings.image)
         await trio.to_thread.run_sync(verify_image, image, settings.state_dir / "verified.json")
         await trio.to_thread.run_sync(place_base, image, places)
@@ -163,6 +166,7 @@ async def _open_parts(settings: Settings) -> AsyncGenerator[tuple[Fleet, Store]]
                 image,
                 today.platform,
                 older=engines.older,
+                on_crash=stop.set,
             )
         )
         engines.sweep(fleet)

@@ -68,7 +68,7 @@ class Settings(BaseModel):
         uid_base: The first of 256 UIDs that belong to VMs and to nothing else on this host.
         max_memory_mib: RAM of all live VMs; None for three quarters of the host's.
         max_storage_gib: Reserved disk and RAM of all retained VMs; None for what `vm_dir` has room for.
-        limits: "v2" puts CPU, memory and process limits on every VMM and is refused where the controllers are
+        limits: "v2" puts CPU and process limits on every VMM and is refused where the controllers are
             missing; "none" is for trials.
         drain_seconds: How long a shutdown may take to checkpoint what runs.
     """

@@ -9,7 +9,6 @@ not change a VM's state or touch its files.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -30,6 +29,7 @@ from microvm.fleet.work import GuestWork
 from microvm.model import (
     ExecSpec,
     FileChunk,
+    JobId,
     JobRecord,
     OutputPage,
     Principal,
@@ -75,7 +75,7 @@ class Fleet:
     drivers: trio.Nursery
     draining: trio.Event = field(default_factory=trio.Event)
     vms: dict[VmId, Vm] = field(default_factory=dict[VmId, Vm])
-    _backlog: deque[writes.Write[Any]] = field(default_factory=deque[writes.Write[Any]])
+    _backlog: dict[JobId, writes.Write[Any]] = field(default_factory=dict[JobId, "writes.Write[Any]"])
     _writing: trio.Lock = field(default_factory=trio.Lock)
 
     # ---- looking ----
@@ -188,8 +188,8 @@ class Fleet:
             record.vm_id,
             self.parts.host.layout.logs(record.vm_id) / "jobs",
             jobs,
-            save=lambda job: self._later(writes.put_job(job)),
-            forget=lambda job_id: self._later(writes.remove_jobs([job_id])),
+            save=lambda job: self._later(job.job_id, writes.put_job(job)),
+            forget=lambda job_id: self._later(job_id, writes.remove_jobs([job_id])),
         )
         effects = Effects(self.parts, record, table)
         driver = VmDriver(record, VmJournal(self.store), effects)
@@ -376,10 +376,14 @@ class Fleet:
         self._refuse_when_draining()
         raise MicrovmError("internal", "The service failed during this call; see its log.")
 
-    def _later(self, write: writes.Write[Any]) -> None:
-        """Commits something that nobody waits for, after all that was given here before."""
-        self._backlog.append(write)
-        if len(self._backlog) == 1:
+    def _later(self, job_id: JobId, write: writes.Write[Any]) -> None:
+        """Commits a job's newest change, which nobody waits for.
+
+        Only the newest: a guest that tells news faster than the disk takes them must not fill the memory.
+        """
+        idle = not self._backlog
+        self._backlog[job_id] = write
+        if idle:
             self.nursery.start_soon(self.write_backlog)
 
     async def write_backlog(self) -> None:
@@ -387,10 +391,9 @@ class Fleet:
         async with self._writing:
             while self._backlog:
                 try:
-                    await self.store.commit(self._backlog[0])
+                    await self.store.commit(self._backlog.pop(next(iter(self._backlog))))
                 except HostError as error:
                     log.error("job not recorded", extra={"why": error.message})
-                self._backlog.popleft()
 
 
 def _answer(record: VmRecord) -> dict[str, Any]:

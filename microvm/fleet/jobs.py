@@ -9,6 +9,7 @@ service.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from microvm.model import MAX_ACTIVE_JOBS, MAX_JOBS, JobId, JobRecord, JobState,
 from microvm.wire.agent import JobSummary
 
 STREAMS: Final[tuple[Literal["stdout"], Literal["stderr"]]] = ("stdout", "stderr")
+RESERVE_BYTES: Final = 256 << 20
+"""Of the metadata's file system, which output must leave: a commit without a block fails for everybody."""
 ACTIVE: Final = frozenset({JobState.STARTING, JobState.RUNNING, JobState.FROZEN})
 
 
@@ -187,6 +190,9 @@ class JobTable:
         directory = self._directory / job_id
         with host_errors("keep output", directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = os.statvfs(directory)
+            if found.f_bavail * found.f_frsize < RESERVE_BYTES + sum(map(len, output)):
+                raise OSError(errno.ENOSPC, "the reserve is for metadata")
             for name, data in zip(STREAMS, output, strict=True):
                 (directory / name).write_bytes(data)
         return self._put(job.with_(output_cached=True))

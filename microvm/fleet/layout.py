@@ -4,6 +4,7 @@ RAM, disks and checkpoints live on `vm_dir`, the reflink volume; logs on `state_
 that a commit of metadata never waits behind a gigabyte's fsync. Files at rest are root's, 0600. This module
 makes, clones and removes files; it must not know states or processes.
 
+    vm_dir/owner                         the instance whose VMs these are
     vm_dir/images/<digest>.ext4          the base that disks are cloned from
     vm_dir/templates/<key>/              ram, disk, state.1, manifest.json
     vm_dir/vms/<vm_id>/                  ram, disk, state.<generation>, manifest.json
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from microvm.host.files import host_errors
+from microvm.errors import HostError
+from microvm.host.files import host_errors, write_durably
 from microvm.host.reflink import extent_count, reflink
 from microvm.model import VmId
 from microvm.store.checkpoint import FileMark
@@ -28,6 +30,7 @@ from microvm.store.checkpoint import FileMark
 RAM: Final = "ram"
 DISK: Final = "disk"
 CONSOLE: Final = "console.log"
+OWNER: Final = "owner"
 _CHUNK_BYTES: Final = 4 << 20
 CONSOLE_LIMIT_BYTES: Final = 1 << 20  # console and VMM logs are cut at 1 MiB: a guest writes to them at will
 
@@ -50,6 +53,27 @@ class Layout:
         ):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
+
+    def claim(self, instance_id: str) -> None:
+        """Marks `vm_dir` as this instance's: VMs that an instance does not know are removed at its start.
+
+        Raises:
+            HostError: It is another instance's, or cannot be read or written.
+        """
+        path = self.vm_dir / OWNER
+        with host_errors("read", path):
+            try:
+                found = path.read_bytes()[:64].decode("ascii", "replace").strip()
+            except FileNotFoundError:
+                write_durably(path, f"{instance_id}\n".encode("ascii"))
+                return
+        if found != instance_id:
+            raise HostError(
+                "use vm_dir",
+                str(self.vm_dir),
+                message=f"it belongs to the instance {found!r}: give this one a directory of its own, or "
+                f"remove {path} so that it takes over this one and deletes the VMs there",
+            )
 
     def vm(self, vm_id: VmId) -> Path:
         """The directory of a VM's RAM, disk and checkpoint."""
@@ -195,9 +219,10 @@ def used_bytes(*paths: Path) -> int:
 
 def cut_console(directory: Path) -> None:
     """Empties a console log that has reached its limit; its writers append, and go on at the start."""
-    with contextlib.suppress(FileNotFoundError):
-        if (directory / CONSOLE).stat().st_size > CONSOLE_LIMIT_BYTES:
-            os.truncate(directory / CONSOLE, 0)
+    path = directory / CONSOLE
+    with host_errors("truncate", path), contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > CONSOLE_LIMIT_BYTES:
+            os.truncate(path, 0)
 
 
 def console_tail(directory: Path, limit: int = 2048) -> str:

@@ -21,7 +21,7 @@ import trio
 from microvm.agentlink import AgentLink, GuestHandler, open_link
 from microvm.errors import GuestError, MicrovmError, VmmError
 from microvm.fleet import layout
-from microvm.host.cgroup import CgroupTree
+from microvm.host.cgroup import CgroupTree, GroupLimits
 from microvm.host.files import flush, host_errors
 from microvm.model import AgentGeneration, VmSpec
 from microvm.vmm.base import BootSource, Vmm, VmmKind, VmmPlan
@@ -37,6 +37,9 @@ FREEZE_TIMEOUT_S: Final = 20.0
 DEATH_NOTICED_S: Final = 2.0
 """A process's end is told within milliseconds of its sockets' end; later where every core is busy."""
 CLEANUP_TIMEOUT_S: Final = 10.0
+VMM_PIDS: Final = 256
+"""Threads of a QEMU: its vCPUs, at most 64 workers of its I/O pool (util/thread-pool.c), and a few more."""
+VMM_VCPUS: Final = 1.0  # beside the guest's own: the main loop and the I/O workers
 ENTROPY_BYTES: Final = 64  # twice the kernel's seed (drivers/char/random.c)
 
 
@@ -235,7 +238,7 @@ async def open_live(
         disk_fd = stack.enter_context(_lent(directory / layout.DISK, uid))
         console_fd = layout.open_console(logs)
         stack.callback(os.close, console_fd)
-        group = await stack.enter_async_context(host.cgroups.open_group(label))
+        group = await stack.enter_async_context(host.cgroups.open_group(label, _limits(spec)))
         plan = VmmPlan(
             label=label,
             memory_mib=spec.memory_mib,
@@ -251,6 +254,15 @@ async def open_live(
         stream = await stack.enter_async_context(await vmm.connect())
         link = await stack.enter_async_context(open_link(stream, on_guest_stream=on_guest_stream))
         yield Live(vmm, link, slot, ram_fd, disk_fd, logs, host)
+
+
+def _limits(spec: VmSpec) -> GroupLimits:
+    """What a VMM may take where groups are limited.
+
+    No memory.max: all of guest RAM is page cache of the group, and a bound on it also bounds its dirty pages,
+    beyond which every store of the guest waits for the disk.
+    """
+    return GroupLimits(cpu_max_vcpus=spec.vcpus + VMM_VCPUS, pids_max=VMM_PIDS)
 
 
 @contextlib.contextmanager

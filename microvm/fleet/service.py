@@ -68,6 +68,7 @@ async def open_fleet(
     image: Image,
     platform: checkpoint.Platform,
     older: Older | None = None,
+    on_crash: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Fleet]:
     """Recovers, then yields a running fleet.
 
@@ -79,6 +80,8 @@ async def open_fleet(
         image: Verified; its base disk is on the volume.
         platform: What checkpoints made here are bound to.
         older: Finds the VMMs of checkpoints that an earlier image's VMM saved.
+        on_crash: Called when one of the fleet's own services crashed: it asks for the drain. A crash never
+            unwinds over VMs.
 
     Ownership: must be entered on the main thread. Leaving kills every VMM that still runs.
     """
@@ -106,10 +109,8 @@ async def open_fleet(
             room.idle, room.put_to_rest = _idle(fleet), _put_to_rest(fleet)
             for record, jobs in kept:
                 fleet.start(fleet.adopt(record, jobs))
-            services.start_soon(_cut_consoles, fleet)
-            services.start_soon(_watch_space, fleet)
-            services.start_soon(_compact, fleet)
-            services.start_soon(_prune, store)
+            for serve in (_cut_consoles, _watch_space, _compact, _prune):
+                services.start_soon(_serve_guarded, serve, fleet, on_crash)
             yield fleet
             drivers.cancel_scope.cancel(reason="the service ends")
         await fleet.write_backlog()
@@ -212,13 +213,26 @@ def _put_to_rest(fleet: Fleet) -> Callable[[VmId], Awaitable[None]]:
     return put_to_rest
 
 
+async def _serve_guarded(
+    serve: Callable[[Fleet], Awaitable[None]], fleet: Fleet, on_crash: Callable[[], None]
+) -> None:
+    try:
+        await serve(fleet)
+    except* Exception as group:  # noqa: BLE001 - the top of a service: its crash asks for the drain
+        log.exception("a service crashed", extra={"service": serve.__name__}, exc_info=group)
+        on_crash()
+
+
 async def _cut_consoles(fleet: Fleet) -> None:
     """Keeps console logs at 1 MiB: a guest writes to them at will."""
     while True:
         await trio.sleep(CONSOLE_CUT_S)
         for vm in list(fleet.vms.values()):
             if vm.driver.effects.live is not None:
-                layout.cut_console(vm.driver.effects.logs)
+                try:
+                    layout.cut_console(vm.driver.effects.logs)
+                except HostError as error:
+                    log.error("console not cut", extra={"why": error.message})
 
 
 async def _watch_space(fleet: Fleet) -> None:
@@ -257,8 +271,11 @@ async def _compact_one(driver: VmDriver) -> None:
         log.warning("memfile not written anew", extra={"path": str(ram), "why": error.message})
 
 
-async def _prune(store: Store) -> None:
+async def _prune(fleet: Fleet) -> None:
     """Forgets closed journal entries after a week."""
     while True:
-        await store.prune_journal(JOURNAL_KEPT_S)
+        try:
+            await fleet.store.prune_journal(JOURNAL_KEPT_S)
+        except HostError as error:
+            log.error("journal not pruned", extra={"why": error.message})
         await trio.sleep(HOURLY_S)

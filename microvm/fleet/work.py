@@ -46,7 +46,8 @@ class GuestWork:
     def __init__(self, driver: VmDriver, jobs: JobTable, nursery: trio.Nursery) -> None:
         self._driver = driver
         self._jobs = jobs
-        self._pulling = nursery
+        self._nursery = nursery
+        self._pulling: set[JobId] = set()
 
     # ---- commands ----
 
@@ -178,11 +179,12 @@ class GuestWork:
         body = await call.read_all(most=2 * INLINE_BYTES)
         job = self._jobs.heard(summary)
         self._driver.jobs_changed()
-        if job is not None and call.op == "job_ended":
+        if job is not None and call.op == "job_ended" and not job.output_cached:
             if inline and len(body) == sum(summary.kept):
                 self._keep(job, (body[: summary.kept[0]], body[summary.kept[0] :]))
-            else:
-                self._pulling.start_soon(self._pull, job)
+            elif job.job_id not in self._pulling:  # a guest may say it again and again
+                self._pulling.add(job.job_id)
+                self._nursery.start_soon(self._pull, job)
         return {}
 
     def _keep(self, job: JobRecord, output: tuple[bytes, bytes]) -> None:
@@ -201,6 +203,8 @@ class GuestWork:
         except MicrovmError as error:
             log.warning("output stays in the guest", extra={"job_id": job.job_id, "why": error.message})
             return
+        finally:
+            self._pulling.discard(job.job_id)
         self._keep(job, (parts[0], parts[1]))
 
     # ---- files ----
