@@ -1,12 +1,9 @@
-"""What a file worker does, with the rights of the guest's user: reads, writes and syncs, each one call long.
+"""Files of the workspace, read and written with the rights of the guest's user; blocks as it likes.
 
 Every path is resolved beneath the workspace by openat2; a symlink inside may be followed, a magic link never,
-and a write never follows the last one. Only regular files are read or written. Runs in a child process that
-blocks as it likes; `files` is the supervisor's end of its socket. Messages (one packet each) begin with a
-letter:
-
-    to the worker    C call (JSON)   D bytes of the body   E end of the body   X the caller is gone
-    from the worker  D bytes of the body   O done (JSON)   F failed (JSON)
+and a write never follows the last one. Only regular files are read or written. A file's *tag* names its very
+content: another file of that name, or a change of this one, has another tag. Directories as a whole are
+`archive`'s; `worker` calls both.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import importlib
-import json
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -25,6 +21,9 @@ from guest.errors import OpError
 
 PACKET_BYTES: Final = 32768
 """Body bytes per packet: one stream's window."""
+_FLUSH_BYTES: Final = 32 << 20
+"""Written to the disk at a time: the end of a long body is then as near as that of a short one, and a guest
+of little memory is not filled with dirty pages."""
 _SYS_OPENAT2: Final = 437  # the same number on every architecture (openat2(2), Linux 5.6)
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _RESOLVE_BENEATH: Final = 0x08
@@ -126,7 +125,12 @@ def relative_path(path: object) -> str:
     return path
 
 
-def _number(args: dict[str, Any], name: str, *, default: int) -> int:
+def number_of(args: dict[str, Any], name: str, *, default: int = 0) -> int:
+    """A number from 0 among the arguments of a call.
+
+    Raises:
+        OpError: invalid_argument, when it is none.
+    """
     value = args.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise OpError("invalid_argument", f"{name}: a number from 0")
@@ -151,14 +155,28 @@ def _require_regular(fd: int) -> os.stat_result:
     return facts
 
 
+def _tag_of(facts: os.stat_result) -> str:
+    return f"{facts.st_ino:x}-{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ctime_ns:x}"
+
+
+def _require_tag(facts: os.stat_result, tag: object, message: str) -> None:
+    if tag is not None and tag != _tag_of(facts):
+        raise OpError("invalid_state", message)
+
+
 def read(workspace: Workspace, args: dict[str, Any], send: Send) -> dict[str, Any]:
-    """Sends the bytes of a file from `offset`, at most `length`."""
+    """Sends the bytes of a file from `offset`, at most `length`.
+
+    With a `tag`, only of the file that has it, and the answer is an error when it changed in the meantime.
+    """
     path = relative_path(args.get("path"))
-    offset = _number(args, "offset", default=0)
-    left = _number(args, "length", default=0)
+    offset = number_of(args, "offset")
+    left = number_of(args, "length")
+    tag = args.get("tag")
     fd = workspace.open(path, os.O_RDONLY | _OPEN)
     try:
         facts = _require_regular(fd)
+        _require_tag(facts, tag, "the file has changed since it was looked at")
         at = offset
         while left > 0:
             data = os.pread(fd, min(left, PACKET_BYTES), at)
@@ -167,9 +185,11 @@ def read(workspace: Workspace, args: dict[str, Any], send: Send) -> dict[str, An
             send(data)
             at += len(data)
             left -= len(data)
+        _require_tag(os.fstat(fd), tag, "the file changed while it was read")
         return {
             "offset": offset,
             "size": facts.st_size,
+            "tag": _tag_of(facts),
             "mode": f"{stat.S_IMODE(facts.st_mode):04o}",
             "modified_at_ns": facts.st_mtime_ns,
             "eof": at >= facts.st_size,
@@ -179,9 +199,14 @@ def read(workspace: Workspace, args: dict[str, Any], send: Send) -> dict[str, An
 
 
 def write(workspace: Workspace, args: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Replaces a file atomically, or writes into it at `offset`."""
+    """Replaces a file atomically, or writes into it at `offset`.
+
+    With a `size`, a body of another length changes nothing.
+    """
     path = relative_path(args.get("path"))
     mode = _mode_of(args)
+    if args.get("size") is not None:
+        body = whole(body, number_of(args, "size"))
     name = os.path.basename(path)
     if name in ("", ".", ".."):
         raise OpError("invalid_argument", "path: does not name a file")
@@ -189,7 +214,7 @@ def write(workspace: Workspace, args: dict[str, Any], body: Body) -> dict[str, A
     try:
         if args.get("offset") is None:
             return _replace(parent, name, mode, body)
-        offset = _number(args, "offset", default=0)
+        offset = number_of(args, "offset")
         return _write_at(parent, name, offset, mode, truncate=bool(args.get("truncate")), body=body)
     finally:
         os.close(parent)
@@ -258,10 +283,24 @@ def _write_at(
         os.close(fd)
 
 
+def whole(body: Body, size: int) -> Body:
+    """The body, which must be `size` bytes long.
+
+    Raises:
+        OpError: invalid_argument, at its end, where it is not.
+    """
+    seen = 0
+    for data in body:
+        seen += len(data)
+        yield data
+    if seen != size:
+        raise OpError("invalid_argument", f"the body has {seen} bytes of {size}")
+
+
 def _copy(fd: int, at: int, body: Body) -> tuple[int, str]:
     """Writes the whole body at `at`; returns its size and SHA-256."""
     digest = _new_sha256()
-    size = 0
+    size = flushed = 0
     for data in body:
         digest.update(data)
         view = memoryview(data)
@@ -269,6 +308,9 @@ def _copy(fd: int, at: int, body: Body) -> tuple[int, str]:
             count = os.pwrite(fd, view, at + size)
             size += count
             view = view[count:]
+        if size - flushed >= _FLUSH_BYTES:
+            flushed = size
+            os.fdatasync(fd)
     return size, digest.hexdigest()
 
 
@@ -278,63 +320,3 @@ def _sync_directory(parent: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def serve(workspace: Workspace, receive: Callable[[], bytes], send: Send) -> None:
-    """Answers calls until the supervisor closes the socket."""
-    while packet := receive():
-        call = json.loads(packet[1:])
-        try:
-            answer = b"O" + json.dumps(_run(workspace, call, receive, send)).encode()
-        except OpError as error:
-            answer = _failure(error)
-        except CallerGoneError:
-            answer = _failure(OpError("internal", "the caller is gone"))
-        except OSError as error:
-            answer = _failure(OpError.of_errno(error.errno or 0, "path"))
-        except (ValueError, OverflowError) as error:
-            answer = _failure(OpError("invalid_argument", str(error)))
-        send(answer)
-
-
-def _failure(error: OpError) -> bytes:
-    return b"F" + json.dumps({"code": error.code, "message": error.message}).encode()
-
-
-def _run(
-    workspace: Workspace, call: dict[str, Any], receive: Callable[[], bytes], send: Send
-) -> dict[str, Any]:
-    op, args = call["op"], call["args"]
-    if op == "read_file":
-        return read(workspace, args, lambda data: send(b"D" + data))
-    if op == "write_file":
-        body = _Body(receive)
-        try:
-            return write(workspace, args, iter(body))
-        finally:
-            body.discard_rest()
-    os.sync()
-    return {}
-
-
-class _Body:
-    """The body of a call, as packets, read to its end whatever happens: the next call begins clean."""
-
-    def __init__(self, receive: Callable[[], bytes]) -> None:
-        self._receive = receive
-        self._ended = False
-
-    def __iter__(self) -> Iterator[bytes]:
-        while not self._ended:
-            packet = self._receive()
-            if packet[:1] == b"D":
-                yield packet[1:]
-                continue
-            self._ended = True
-            if packet[:1] != b"E":
-                raise CallerGoneError
-
-    def discard_rest(self) -> None:
-        with contextlib.suppress(CallerGoneError):
-            for _ in self:
-                pass

@@ -2,7 +2,7 @@
 
 They are children with the guest user's rights that may block, so that the supervisor never does. One worker
 is kept; more are forked while calls overlap. A worker that dies (the guest's user may kill it) fails its call
-and is replaced. What they do is `fileops`.
+and is replaced; one whose reader is gone is made to. What they do is `worker`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from guest import fileops
 from guest.channel import Stream
 from guest.errors import OpError
 from guest.loop import READ, WRITE, Loop
+from guest.worker import READS, WRITES, serve
 
 _MAX_WORKERS: Final = 4
 """Calls in progress at once; a fifth waits. Each is a forked interpreter of about 3 MiB of its own."""
@@ -47,7 +48,7 @@ class FileCall:
         stream.stream_body(self.source)
 
     def _on_body(self, data: bytes, end: bool) -> None:  # noqa: FBT001 - Stream.on_body's signature
-        if self.op != "write_file":
+        if self.op not in WRITES:
             self.stream.consumed(len(data))
             return
         if data:
@@ -60,13 +61,16 @@ class FileCall:
 
     def _on_abandoned(self) -> None:
         self.ahead.clear()
-        if self.op == "write_file" and not self._body_ended:
+        if self.op in WRITES and not self._body_ended:
             self._body_ended = True
             self.body.clear()
             self.body.append(b"X")
-        if self.worker is not None:
+        if self.worker is None:
+            return
+        if self.op in READS:
+            self.worker.give_up()
+        else:
             self.worker.flush()
-            self.worker.watch()
 
     def source(self, limit: int) -> bytes | None:
         """The body of the answer, as it comes from the worker."""
@@ -170,6 +174,11 @@ class Worker:
         self.watch()
         self._pool.idle(self)
 
+    def give_up(self) -> None:
+        """Nobody wants the rest of what it reads: it ends at its next packet, and another takes its place."""
+        self.close()
+        self._pool.lost(self)
+
     def close(self) -> None:
         """Closes its socket, at which it exits."""
         if self._events:
@@ -233,7 +242,7 @@ class FilePool:
             worker.call.worker = None
             worker.call.stream.fail(OpError("internal", "the file worker was killed in the guest; try again"))
         try:
-            if not self._workers:
+            if self._queue or not self._workers:
                 self.idle(self._fork())
         except OSError as error:
             while self._queue:
@@ -276,7 +285,7 @@ class FilePool:
             channel = socket.socket(fileno=sock_fd)
             channel.setblocking(True)
             with contextlib.suppress(ConnectionError):
-                fileops.serve(fileops.Workspace(root_fd), lambda: channel.recv(_PACKET_MAX), _sender(channel))
+                serve(fileops.Workspace(root_fd), lambda: channel.recv(_PACKET_MAX), _sender(channel))
         except BaseException as error:  # noqa: BLE001 - a forked child must never return into the loop
             sys.excepthook(type(error), error, error.__traceback__)
         finally:

@@ -40,6 +40,7 @@ class Capture:
         kept: Bytes retained of each.
         truncated: Whether something was dropped.
         message: Why, when it was not the limit.
+        on_growth: Called when more is kept than before.
     """
 
     def __init__(self, loop: Loop, spool: str, limit_bytes: int, null_fd: int) -> None:
@@ -47,6 +48,7 @@ class Capture:
         self.kept = [0, 0]
         self.truncated = False
         self.message = ""
+        self.on_growth: Callable[[], None] | None = None
         self._loop = loop
         self._spool = spool
         self._limit = limit_bytes
@@ -104,6 +106,8 @@ class Capture:
                 data = os.read(fd, _READ_BYTES)
                 taken = len(data)
                 self._keep(which, data if taken <= room else data[:room])
+                if taken and self.on_growth is not None:
+                    self.on_growth()
             else:
                 taken = os.splice(fd, self._null_fd, _SPLICE_BYTES, flags=_SPLICE_FLAGS)
         except BlockingIOError:

@@ -25,6 +25,7 @@ from guest.clock import RunClock
 from guest.errors import OpError
 from guest.exec_call import ExecCall
 from guest.files import FilePool
+from guest.growth import Growth
 from guest.jobs import Job, Jobs
 from guest.loop import PRIORITY, READ, Loop, Timer
 from guest.output import STDERR, STDOUT
@@ -79,6 +80,7 @@ class Supervisor:
             on_completed=lambda job: self._notify("job_ended", job),
             on_emptied=lambda job: self._notify("job_changed", job),
         )
+        self._growth = Growth(loop, self._tell_growth)
         self.files = FilePool(loop, uid=host.uid, gid=host.gid, workspace_fd=host.workspace_fd)
         self.files.prepare()
         self._channel = Channel(loop, fd, on_hello=self._hello, on_open=self._open, on_eof=on_end)
@@ -95,6 +97,8 @@ class Supervisor:
             "job_output": self._job_output,
             "read_file": self._file("read_file"),
             "write_file": self._file("write_file"),
+            "read_archive": self._file("read_archive"),
+            "write_archive": self._file("write_archive"),
             "stat": self._stat,
             "poweroff": self._poweroff,
         }
@@ -247,6 +251,8 @@ class Supervisor:
             raise OpError("invalid_argument", "job_output takes stream, offset and length")
         if offset < 0 or length < 0:
             raise OpError("invalid_argument", "offset and length: numbers from 0")
+        if args.get("follow") is True:
+            self._growth.follow(job)
         summary = self._summary(job)  # what is kept now: the body ends there, however the job goes on
         end = min(offset + length, job.capture.kept[which])
         at = offset
@@ -260,6 +266,9 @@ class Supervisor:
             return data or None
 
         stream.answer(summary, source)
+
+    def _tell_growth(self, job: Job) -> Stream | None:
+        return self._channel.open_stream("job_grew", self._summary(job), b"")
 
     def _notify(self, op: str, job: Job) -> None:
         self._notices.append((op, job))
