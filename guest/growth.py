@@ -20,7 +20,7 @@ from guest.loop import Loop
 INTERVAL_S: Final = 0.05
 """People see no difference below it, and it bounds what following costs at 20 messages a second."""
 FOLLOW_S: Final = 15.0
-"""The host reads again at least every 5 s while it follows (`fleet.work`)."""
+"""The host reads again within a second or so while it follows (`fleet.work`)."""
 
 
 @dataclass(slots=True)

@@ -263,6 +263,49 @@ class FileChunk:
     modified_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file in the guest, before it is read.
+
+    Attributes:
+        mode: Octal digits.
+        modified_at: Seconds since the epoch by the guest's clock.
+        tag: Names this very content: a change of the file, or another in its place, has another tag.
+    """
+
+    size: int
+    mode: str
+    modified_at: float
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """Bytes of a job's output as they came.
+
+    Attributes:
+        stream: 1 for stdout, 2 for stderr.
+        offset: Where `data` begins in that stream.
+    """
+
+    stream: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A VM or a job as it was after a change.
+
+    Attributes:
+        change_id: Increases from each change to the next.
+    """
+
+    change_id: int
+    workspace_id: WorkspaceId
+    content: VmView | JobRecord
+
+
 class ReceiptState(enum.StrEnum):
     """How far the work behind a request id is known to have come."""
 

@@ -130,11 +130,15 @@ class Operations:
         *,
         offset: int,
         length: int,
+        follow: bool = False,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> tuple[JobSummary, bytes]:
-        """The job, and the retained bytes of one stream at `offset`, at most `length`."""
+        """The job, and the retained bytes of one stream at `offset`, at most `length`.
+
+        With `follow` the guest tells of further output by itself for a while (`job_grew`).
+        """
         length = min(length, _OUTPUT_BYTES)
-        args = {"job_id": job_id, "stream": stream, "offset": offset, "length": length}
+        args = {"job_id": job_id, "stream": stream, "offset": offset, "length": length, "follow": follow}
         reply = await self.call("job_output", args, timeout_s=timeout_s, max_body_bytes=length)
         return JobSummary.parse(reply.ok), reply.body
 

@@ -38,6 +38,7 @@ from microvm.fleet import (
 from microvm.fleet.platforms import Engine
 from microvm.fleet.room import BUILD_SLOT
 from microvm.fleet.service import drain
+from microvm.fleet.streams import Streams
 from microvm.host.cgroup import CgroupTree, find_hierarchy
 from microvm.host.clock import host_tsc_khz
 from microvm.host.files import hold_lock, host_errors
@@ -119,7 +120,7 @@ async def _serve(
     try:
         async with trio.open_nursery() as nursery:
             serve = partial(serve_web, stop=stop, ready=lambda: not fleet.draining.is_set())
-            bound = await nursery.start(serve, web, fleet, store.authenticate)
+            bound = await nursery.start(serve, web, fleet, store.authenticate, Streams(fleet))
             assert bound is not None
             task_status.started(bound)
     except* Exception as group:

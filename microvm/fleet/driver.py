@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -107,6 +107,7 @@ class VmDriver:
         self.record = record
         self.effects = effects
         self.gone = trio.Event()
+        self.changed: Callable[[], None] = lambda: None  # told of each change of the record
         self._journal = journal
         self._queue: list[_Request] = []
         self._bell = trio.Event()
@@ -477,6 +478,7 @@ class VmDriver:
 
     def _publish(self, record: VmRecord) -> None:
         self.record = record
+        self.changed()
         awake = record.state is VmState.RUNNING
         if awake != self._idle.awake:
             self._note(idle.Woke() if awake else idle.Rested())

@@ -21,10 +21,12 @@ from microvm.errors import CapacityError, HostError, MicrovmError, RequestError
 from microvm.fleet import layout
 from microvm.fleet.driver import VmDriver
 from microvm.fleet.effects import Effects, Parts
+from microvm.fleet.events import Events
 from microvm.fleet.jobs import JobTable
 from microvm.fleet.journal import VmJournal
 from microvm.fleet.log import log
 from microvm.fleet.receipts import Begun, Receipts
+from microvm.fleet.transfer import Transfers
 from microvm.fleet.work import GuestWork
 from microvm.model import (
     ExecSpec,
@@ -59,6 +61,7 @@ class Vm:
     driver: VmDriver
     jobs: JobTable
     work: GuestWork
+    transfers: Transfers
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,7 @@ class Fleet:
     nursery: trio.Nursery
     drivers: trio.Nursery
     draining: trio.Event = field(default_factory=trio.Event)
+    events: Events = field(default_factory=Events)
     vms: dict[VmId, Vm] = field(default_factory=dict[VmId, Vm])
     _backlog: dict[JobId, writes.Write[Any]] = field(default_factory=dict[JobId, "writes.Write[Any]"])
     _writing: trio.Lock = field(default_factory=trio.Lock)
@@ -93,10 +97,11 @@ class Fleet:
 
     def status(self, p: Principal, vm_id: str) -> tuple[VmView, list[JobRecord]]:
         """A VM and its jobs; an operator may look at others' VMs."""
-        vm = self._find(p, vm_id, operator_may=True)
+        vm = self.vm_of(p, vm_id, operator_may=True)
         return self._view(vm), vm.jobs.list()
 
-    def _find(self, p: Principal, vm_id: str, *, operator_may: bool = False) -> Vm:
+    def vm_of(self, p: Principal, vm_id: str, *, operator_may: bool = False) -> Vm:
+        """The caller's VM; somebody else's and one that never was are the same `not_found`."""
         vm = self.vms.get(VmId(vm_id))
         if vm is not None and not vm.driver.gone.is_set():
             mine = vm.driver.record.workspace_id == p.workspace_id
@@ -162,11 +167,11 @@ class Fleet:
             done = await self.receipts.once(p.workspace_id, request_id, "vm_create", arguments, work)
             return self._replay(done.answer)
 
-        return await self._detached(once, late=lambda: self._late(record))
+        return await self.detached(once, late=lambda: self._late(record))
 
     async def _admit(self, record: VmRecord, begun: Begun, progress: Progress) -> Vm:
         """Reserves room, commits the receipt, the row and the intent, and starts the driver."""
-        self._refuse_when_draining()
+        self.refuse_when_draining()
         slot = self.parts.room.create(record.vm_id, record.workspace_id, record.spec)
         try:
             record = record.with_(slot=slot)
@@ -193,7 +198,9 @@ class Fleet:
         )
         effects = Effects(self.parts, record, table)
         driver = VmDriver(record, VmJournal(self.store), effects)
-        vm = Vm(driver, table, GuestWork(driver, table, self.nursery))
+        vm = Vm(driver, table, GuestWork(driver, table, self.nursery), Transfers(driver))
+        table.changed = lambda job: self.events.publish(record.workspace_id, job)
+        driver.changed = lambda: self.events.publish(record.workspace_id, self._view(vm))
         effects.on_guest_stream = vm.work.on_guest_call
         self.vms[record.vm_id] = vm
         return vm
@@ -219,28 +226,28 @@ class Fleet:
     ) -> VmView:
         """Pauses or hibernates; a VM that is there already is the answer."""
         progress(0.0, f"suspending ({mode})")
-        return await self._transition(self._find(p, vm_id), lifecycle.Suspend(mode, force))
+        return await self._transition(self.vm_of(p, vm_id), lifecycle.Suspend(mode, force))
 
     async def resume(
         self, p: Principal, vm_id: str, *, cold_boot: bool, discard_memory: bool, progress: Progress
     ) -> VmView:
         """Brings a VM to `running`."""
-        vm = self._find(p, vm_id)
-        self._refuse_when_draining()
+        vm = self.vm_of(p, vm_id)
+        self.refuse_when_draining()
         progress(0.0, "booting from the disk" if cold_boot else "resuming")
         return await self._transition(vm, lifecycle.Resume(cold_boot, discard_memory))
 
     async def destroy(self, p: Principal, vm_id: str) -> None:
         """Removes a VM and all that belongs to it; wins over whatever is under way."""
-        vm = self._find(p, vm_id)
-        await self._detached(lambda: vm.driver.submit(lifecycle.Destroy()))
+        vm = self.vm_of(p, vm_id)
+        await self.detached(lambda: vm.driver.submit(lifecycle.Destroy()))
 
     async def _transition(self, vm: Vm, event: lifecycle.Event) -> VmView:
         async def work() -> VmView:
             await vm.driver.submit(event)
             return self._view(vm)
 
-        return await self._detached(work, late=lambda: self._view(vm))
+        return await self.detached(work, late=lambda: self._view(vm))
 
     def _replay(self, answer: dict[str, Any]) -> VmView:
         """The VM of a recorded answer as it is now, or as it was when it is gone."""
@@ -272,8 +279,8 @@ class Fleet:
             progress(0.0, "waking the VM")
 
         async def work(begun: Begun) -> dict[str, Any]:
-            self._refuse_when_draining()
-            return await self._find(p, vm_id).work.start(spec, begun)
+            self.refuse_when_draining()
+            return await self.vm_of(p, vm_id).work.start(spec, begun)
 
         async def once() -> JobRecord:
             done = await self.receipts.once(
@@ -281,7 +288,7 @@ class Fleet:
             )
             return GuestWork.recorded(done.answer)
 
-        job = await self._detached(once)
+        job = await self.detached(once)
         vm = self.vms.get(VmId(vm_id))
         if vm is None:
             return job, None  # a replay after the VM is gone: the recorded answer
@@ -289,15 +296,15 @@ class Fleet:
 
     async def job_status(self, p: Principal, vm_id: str, job_id: str, *, wait_seconds: float) -> JobRecord:
         """The job; wakes nothing."""
-        vm = self._find(p, vm_id)
+        vm = self.vm_of(p, vm_id)
         vm.jobs.get(job_id)
         return await vm.work.wait_end(job_id, wait_seconds, self.draining)
 
     async def job_cancel(self, p: Principal, vm_id: str, job_id: str) -> JobRecord:
         """Kills what is left of a job."""
-        vm = self._find(p, vm_id)
+        vm = self.vm_of(p, vm_id)
         vm.jobs.get(job_id)
-        return await self._detached(lambda: vm.work.cancel(job_id))
+        return await self.detached(lambda: vm.work.cancel(job_id))
 
     async def job_output(
         self,
@@ -310,14 +317,14 @@ class Fleet:
         wait_seconds: float,
     ) -> OutputPage:
         """Retained output from `cursor` on."""
-        vm = self._find(p, vm_id)
+        vm = self.vm_of(p, vm_id)
         vm.jobs.get(job_id)
         return await vm.work.output(job_id, cursor, max_bytes, wait_seconds, self.draining)
 
     async def read_file(self, p: Principal, vm_id: str, path: str, *, offset: int, length: int) -> FileChunk:
         """A part of a file below /workspace."""
-        vm = self._find(p, vm_id)
-        return await self._detached(lambda: vm.work.read_file(path, offset, length))
+        vm = self.vm_of(p, vm_id)
+        return await self.detached(lambda: vm.work.read_file(path, offset, length))
 
     async def write_file(
         self,
@@ -332,8 +339,8 @@ class Fleet:
         make_parents: bool,
     ) -> tuple[int, str]:
         """Writes a file below /workspace."""
-        vm = self._find(p, vm_id)
-        return await self._detached(
+        vm = self.vm_of(p, vm_id)
+        return await self.detached(
             lambda: vm.work.write_file(
                 path, content, offset=offset, truncate=truncate, mode=mode, make_parents=make_parents
             )
@@ -341,13 +348,14 @@ class Fleet:
 
     # ---- inside ----
 
-    def _refuse_when_draining(self) -> None:
+    def refuse_when_draining(self) -> None:
+        """Raises `draining` once the service ends."""
         if self.draining.is_set():
             raise CapacityError(
                 "draining", "The service is shutting down; try again when it is back.", retry_after_s=10.0
             )
 
-    async def _detached(self, work: Callable[[], Awaitable[T]], *, late: Callable[[], T] | None = None) -> T:
+    async def detached(self, work: Callable[[], Awaitable[T]], *, late: Callable[[], T] | None = None) -> T:
         """Runs `work` in the fleet's nursery and waits for it.
 
         Args:
@@ -373,7 +381,7 @@ class Fleet:
             return result[0].unwrap()
         if not done.is_set() and late is not None:
             return late()
-        self._refuse_when_draining()
+        self.refuse_when_draining()
         raise MicrovmError("internal", "The service failed during this call; see its log.")
 
     def _later(self, job_id: JobId, write: writes.Write[Any]) -> None:

@@ -53,6 +53,7 @@ class JobTable:
         self._vm_id = vm_id
         self._directory = directory
         self._jobs = {job.job_id: job for job in sorted(records, key=lambda job: job.started_at)}
+        self.changed: Callable[[JobRecord], None] = lambda _job: None  # told of what is saved
         self._changed: dict[JobId, trio.Event] = {}
         self._save = save
         self._forget = forget
@@ -133,8 +134,8 @@ class JobTable:
                 timed_out=summary.timed_out,
                 cancelled=summary.cancelled,
                 truncated=summary.truncated,
-                totals=summary.totals,
-                kept=summary.kept,
+                totals=_most(job.totals, summary.totals),
+                kept=_most(job.kept, summary.kept),
                 run_seconds=summary.run_seconds,
                 background_processes=summary.background_processes,
                 message=summary.message,
@@ -213,15 +214,31 @@ class JobTable:
                 os.close(fd)
 
     def _put(self, job: JobRecord) -> JobRecord:
+        """Takes a job over; what a running one has written so far is no change that must outlive us."""
+        known = self._jobs.get(job.job_id)
         self._jobs[job.job_id] = job
-        self._save(job)
-        self._ring(job.job_id)
+        if known is None or _lasting(known) != _lasting(job):
+            self._save(job)
+            self.changed(job)
+        if known is None or known.with_(run_seconds=0.0) != job.with_(run_seconds=0.0):
+            self._ring(job.job_id)
         return job
 
     def _ring(self, job_id: JobId) -> None:
         event = self._changed.pop(job_id, None)
         if event is not None:
             event.set()
+
+
+def _most(known: tuple[int, int], heard: tuple[int, int]) -> tuple[int, int]:
+    return max(known[0], heard[0]), max(known[1], heard[1])
+
+
+def _lasting(job: JobRecord) -> JobRecord:
+    """A job without what grows while it runs."""
+    if job.state not in ACTIVE:
+        return job
+    return job.with_(run_seconds=0.0, totals=(0, 0), kept=(0, 0))
 
 
 def job_limit() -> CapacityError:

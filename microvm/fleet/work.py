@@ -27,8 +27,9 @@ from microvm.wire.agent import INLINE_BYTES, JobSummary
 
 JOB_JSON: Final = TypeAdapter(JobRecord)
 COMMAND_SHOWN: Final = 200
-POLL_S: Final = 0.2
-"""How often a waiting read looks for new output of a running command."""
+REFRESH_S: Final = 1.0
+"""How long a waiting read trusts the guest to tell of new output, which it does for 15 s after a read; a guest
+whose supervisor is older than that message does not."""
 CANCEL_S: Final = 10.0
 """How long a cancel waits for the end: processes have 2 s from TERM to kill; a guest may be slow about it."""
 PULL_BYTES: Final = 1 << 20
@@ -124,6 +125,10 @@ class GuestWork:
         if job.state is JobState.LOST and death is not None:
             raise death
 
+    def job(self, job_id: str) -> JobRecord:
+        """The job as it is now."""
+        return self._jobs.get(job_id)
+
     async def cancel(self, job_id: str) -> JobRecord:
         """Kills what is left of a job and answers when it is gone; a finished one keeps its result."""
         job = self._jobs.get(job_id)
@@ -152,27 +157,40 @@ class GuestWork:
                 if waited:
                     self._tell_of_death(job)
                 return _page(job, cursor, (b"", b""))
-            page = await self._output_of_guest(job, cursor, max_bytes)
+            if waited and job.state is JobState.FROZEN:  # suspended while we wait: waiting wakes nothing
+                page = _page(job, cursor, (b"", b""))
+            else:
+                page = await self._output_of_guest(job, cursor, max_bytes, follow=wait_s > 0)
             if any(page.data) or page.job.state not in ACTIVE or trio.current_time() >= deadline:
                 return page
-            left, waited = min(deadline - trio.current_time(), POLL_S), True
-            with trio.move_on_after(left):
-                await _unless(draining, lambda: self._jobs.wait_change(JobId(job_id)))
+            waited = True
+            job = self._jobs.get(job_id)
+            if job.state is JobState.FROZEN or (job.kept[0] <= cursor[0] and job.kept[1] <= cursor[1]):
+                # Nothing is awaited between that look and this wait: no news can be lost.
+                with trio.move_on_after(min(deadline - trio.current_time(), REFRESH_S)):
+                    await _unless(draining, lambda: self._jobs.wait_change(JobId(job_id)))
 
-    async def _output_of_guest(self, job: JobRecord, cursor: tuple[int, int], max_bytes: int) -> OutputPage:
+    async def _output_of_guest(
+        self, job: JobRecord, cursor: tuple[int, int], max_bytes: int, *, follow: bool
+    ) -> OutputPage:
         async with self._driver.use() as live:
             data: list[bytes] = []
             for name, offset in zip(STREAMS, cursor, strict=True):
                 summary, part = await live.link.job_output(
-                    job.job_id, name, offset=offset, length=max_bytes, timeout_s=CALL_TIMEOUT_S
+                    job.job_id,
+                    name,
+                    offset=offset,
+                    length=max_bytes,
+                    follow=follow,
+                    timeout_s=CALL_TIMEOUT_S,
                 )
                 data.append(part)
                 job = self._jobs.heard(summary) or job
         return _page(job, cursor, (data[0], data[1]))
 
     async def on_guest_call(self, call: GuestCall) -> Mapping[str, Any]:
-        """What the guest tells: that a job ended, or that what a finished one left behind is gone."""
-        if call.op not in {"job_ended", "job_changed"}:
+        """What the guest tells: that a job ended or wrote more, or that what one left behind is gone."""
+        if call.op not in {"job_ended", "job_changed", "job_grew"}:
             raise GuestError("invalid_argument", f"there is no operation {call.op[:32]!r}")
         summary = JobSummary.parse(call.args)
         inline = call.args.get("inline") is True

@@ -6,5 +6,6 @@ It must not decide anything about VMs. Its neighbours: `catalogue` below, `daemo
 from microvm.web.serve import serve_web
 from microvm.web.server import Bound
 from microvm.web.settings import WebSettings
+from microvm.web.streams import StreamApi
 
-__all__ = ["Bound", "WebSettings", "serve_web"]
+__all__ = ["Bound", "StreamApi", "WebSettings", "serve_web"]

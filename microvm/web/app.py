@@ -1,4 +1,4 @@
-"""The routes: tools over HTTP, MCP, the catalogue's documents, and health.
+"""The routes: tools over HTTP, MCP, streams, the catalogue's documents, and health.
 
 Every request passes `_enter` first: names, then authentication, before its body is read and before anybody
 learns whether the path exists. It must not run tools (`calls`) or judge requests (`access`). Its neighbour:
@@ -8,11 +8,12 @@ learns whether the path exists. It must not run tools (`calls`) or judge request
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeAlias, cast
+import re
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 import trio
-from quart import Response, g, request, websocket
+from quart import Request, Response, g, request, websocket
 from quart.wrappers.base import BaseRequestWebsocket
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
@@ -21,40 +22,81 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 from microvm.catalogue import Tool, find, listed, openapi, tool_list
 from microvm.catalogue.strict_json import loads
 from microvm.errors import MicrovmError, RequestError
-from microvm.model import Principal
 from microvm.web.access import Access, Peer
 from microvm.web.answers import error_answer, json_answer
 from microvm.web.calls import Calls, new_trace_id
 from microvm.web.failures import collapse, public
 from microvm.web.mcp_http import McpDoor
 from microvm.web.settings import MAX_BODY_BYTES, WebSettings
+from microvm.web.stream_routes import add_streams
+from microvm.web.streams import StreamApi
+from microvm.web.views import NURSERY, UPLOAD, guarded, principal
 
 BODY_TIMEOUT_S: Final = 60  # 4 MiB at 70 KiB/s; a slower sender is stalling
 RESPONSE_TIMEOUT_S: Final = 60  # for sending a finished answer; streams are bounded by their readers instead
 _OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 _WELL_KNOWN: Final = "/.well-known/"
-_NURSERY: Final = "microvm.nursery"
-
-View: TypeAlias = Callable[..., Awaitable[Response]]
+_UPLOADS: Final = re.compile(r"/v1/vms/[^/]+/(files|archive)(/.*)?", re.DOTALL)
 
 
 class RequestConnection(TrioASGIHTTPConnection):
-    """Quart-Trio's connection, with the request's nursery where a view can find it."""
+    """Quart-Trio's connection, with the request's nursery where a view can find it, and bodies of any size.
+
+    Quart collects a body in memory as fast as it comes. That of an upload goes through a channel instead,
+    which lets the client send as fast as the view reads.
+    """
+
+    async def __call__(self, receive: Any, send: Any) -> None:
+        """Serve one request."""
+        cast("dict[str, Any]", self.scope)[UPLOAD] = trio.open_memory_channel[bytes](0)
+        await super().__call__(receive, send)
+
+    async def handle_messages(self, nursery: trio.Nursery, request: Request, receive: Any) -> None:  # pyright: ignore
+        """Hands the body over; the end of the connection ends the request."""
+        if request.method == "PUT" and _UPLOADS.fullmatch(request.path):
+            await _bring(receive, cast("dict[str, Any]", self.scope)[UPLOAD][0])
+            nursery.cancel_scope.cancel(reason="the client has gone")
+        else:
+            await super().handle_messages(nursery, request, receive)
 
     async def handle_request(self, nursery: trio.Nursery, request: Any, send: Any) -> None:  # pyright: ignore
         """Serve one request; what a view starts in the nursery ends with it."""
-        cast("dict[str, Any]", self.scope)[_NURSERY] = nursery
+        cast("dict[str, Any]", self.scope)[NURSERY] = nursery
         await super().handle_request(nursery, request, send)
 
 
-def make_app(settings: WebSettings, calls: Calls, access: Access, ready: Callable[[], bool]) -> QuartTrio:
+async def _bring(receive: Any, body: trio.MemorySendChannel[bytes]) -> None:
+    """Passes a body's pieces on, one at a time, and returns when the client has gone."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        if message.get("body"):
+            try:
+                await body.send(message["body"])
+            except trio.BrokenResourceError:
+                continue  # nobody wants it any more; what comes behind it still has to be taken
+        if not message.get("more_body", False):
+            body.close()
+
+
+def make_app(
+    settings: WebSettings,
+    calls: Calls,
+    access: Access,
+    streams: StreamApi,
+    ready: Callable[[], bool],
+    closing: trio.Event,
+) -> QuartTrio:
     """The application.
 
     Args:
         settings: Limits and version.
         calls: Runs tools.
         access: Judges requests.
+        streams: What transfers, events and live output are made of.
         ready: Whether the service takes work.
+        closing: Ends the streams that have no end of their own.
     """
     app = QuartTrio("microvm", static_folder=None)
     app.asgi_http_class = RequestConnection
@@ -63,12 +105,14 @@ def make_app(settings: WebSettings, calls: Calls, access: Access, ready: Callabl
     app.config["RESPONSE_TIMEOUT"] = RESPONSE_TIMEOUT_S
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.url_map.strict_slashes = False
+    app.url_map.merge_slashes = False  # it would answer with a redirect
     app.before_request(functools.partial(_enter, access, request))
     app.before_websocket(functools.partial(_enter, access, websocket))
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _failure)
     _add_tools(app, settings, calls)
     _add_mcp(app, McpDoor(calls, settings.version), calls)
+    add_streams(app, access, streams, closing)
     _add_health(app, ready)
     return app
 
@@ -93,21 +137,6 @@ async def _enter(access: Access, request: BaseRequestWebsocket) -> Response | No
     return None
 
 
-def _guarded(view: View) -> View:
-    """`view`, with its failures collapsed to one and answered."""
-
-    @functools.wraps(view)
-    async def guarded(**arguments: Any) -> Response:
-        try:
-            return await view(**arguments)
-        except HTTPException:
-            raise
-        except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001  # the edge: everything is answered
-            return error_answer(public(collapse(error), g.trace_id))
-
-    return guarded
-
-
 async def _http_error(error: HTTPException) -> Response:
     """What Quart and Werkzeug refuse, in this service's words."""
     if isinstance(error, RequestEntityTooLarge):
@@ -126,36 +155,32 @@ async def _failure(error: Exception) -> Response:
     return error_answer(public(collapse(error), g.get("trace_id", "-")))
 
 
-def _principal() -> Principal:
-    return cast("Principal", g.principal)
-
-
 async def _body() -> bytes:
     return await request.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
 def _add_tools(app: QuartTrio, settings: WebSettings, calls: Calls) -> None:
     @app.post("/v1/tools/<name>")
-    @_guarded
+    @guarded
     async def call_tool(name: str) -> Response:
         tool = find(calls.catalogue, name)
         body = await _body()
         result = await calls.run(
             tool,
             loads(body) if body else {},
-            _principal(),
+            principal(),
             trace_id=g.trace_id,
             limit_s=settings.call_limit_s,
         )
         return json_answer(result)
 
     @app.get("/v1/tools")
-    @_guarded
+    @guarded
     async def list_tools() -> Response:
         return json_answer(tool_list(_listed(calls)))
 
     @app.get("/openapi.json")
-    @_guarded
+    @guarded
     async def document() -> Response:
         return json_answer(openapi(_listed(calls), version=settings.version))
 
@@ -163,16 +188,16 @@ def _add_tools(app: QuartTrio, settings: WebSettings, calls: Calls) -> None:
 
 
 def _listed(calls: Calls) -> list[Tool]:
-    return listed(calls.catalogue, _principal(), request.args.get("profile"))
+    return listed(calls.catalogue, principal(), request.args.get("profile"))
 
 
 def _add_mcp(app: QuartTrio, door: McpDoor, calls: Calls) -> None:
-    @_guarded
+    @guarded
     async def mcp() -> Response:
         tools = _listed(calls)
         body = await _body()
-        nursery = cast("trio.Nursery", cast("dict[str, Any]", request.scope)[_NURSERY])
-        return await door.answer(body, list(request.headers.items()), tools, _principal(), nursery)
+        nursery = cast("trio.Nursery", cast("dict[str, Any]", request.scope)[NURSERY])
+        return await door.answer(body, list(request.headers.items()), tools, principal(), nursery)
 
     app.add_url_rule("/mcp", "mcp", mcp, methods=["POST"])  # and "/mcp/", since slashes are not strict
     app.add_url_rule("/mcp/", "mcp_slash", mcp, methods=["POST"])
@@ -180,12 +205,12 @@ def _add_mcp(app: QuartTrio, door: McpDoor, calls: Calls) -> None:
 
 def _add_health(app: QuartTrio, ready: Callable[[], bool]) -> None:
     @app.get("/healthz")
-    @_guarded
+    @guarded
     async def healthz() -> Response:
         return json_answer({"ok": True})
 
     @app.get("/readyz")
-    @_guarded
+    @guarded
     async def readyz() -> Response:
         ok = ready()
         return json_answer({"ok": ok}, 200 if ok else 503)

@@ -16,6 +16,7 @@ from microvm.web.app import make_app
 from microvm.web.calls import Calls
 from microvm.web.server import Bound, Listener, Server, open_listeners
 from microvm.web.settings import WebSettings
+from microvm.web.streams import StreamApi
 
 WAIT_SHARE = 0.8  # of the grace, calls may end by themselves; the rest is for sending `draining`
 
@@ -24,6 +25,7 @@ async def serve_web(
     settings: WebSettings,
     fleet: FleetApi,
     authenticate: Authenticate,
+    streams: StreamApi,
     *,
     stop: trio.Event,
     ready: Callable[[], bool] = lambda: True,
@@ -36,6 +38,7 @@ async def serve_web(
         settings: Where to listen, and whom to believe.
         fleet: What tools act on.
         authenticate: Token to principal, asked for every request.
+        streams: What transfers, events and live output are made of.
         stop: Ends it: no new connections, calls end within the grace or are answered `draining`.
         ready: Whether the service takes work; `stop` makes it not ready by itself.
         catalogue: The tools.
@@ -48,7 +51,7 @@ async def serve_web(
     """
     calls = Calls(catalogue, fleet)
     access = Access(settings, authenticate, trio.current_time)
-    app = make_app(settings, calls, access, lambda: ready() and not stop.is_set())
+    app = make_app(settings, calls, access, streams, lambda: ready() and not stop.is_set(), stop)
     server = Server(app, keep_alive_s=settings.keep_alive_s)
 
     async def drain() -> None:

@@ -117,6 +117,7 @@ class FilePart:
     mode: str
     modified_at_ns: int
     eof: bool
+    tag: str = ""
 
     @classmethod
     def parse(cls, value: object) -> FilePart:
@@ -128,6 +129,7 @@ class FilePart:
             mode=fields.text("mode"),
             modified_at_ns=fields.number("modified_at_ns", low=-_MAX_COUNT),
             eof=fields.flag("eof"),
+            tag=fields.optional_text("tag") or "",
         )
 
 

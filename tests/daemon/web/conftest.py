@@ -1,4 +1,4 @@
-"""The doors on real sockets, before an in-memory fleet that does as it is told.
+"""The doors on real sockets, before an in-memory fleet and streams that do as they are told.
 
 The fleet here exists to test schemas, transport and failures; what a fleet must do is tested elsewhere.
 """
@@ -6,8 +6,16 @@ The fleet here exists to test schemas, transport and failures; what a fleet must
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+)
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +25,17 @@ import pytest
 import trio
 
 from microvm.catalogue import Progress
-from microvm.errors import RequestError
+from microvm.errors import GuestError, MicrovmError, RequestError
+from microvm.fleet.events import Events, Listener
 from microvm.model import (
     ExecSpec,
     FileChunk,
+    FileFacts,
     JobId,
     JobRecord,
     JobState,
     OutputPage,
+    OutputPiece,
     Principal,
     SuspendMode,
     VmId,
@@ -38,6 +49,7 @@ from microvm.web import Bound, WebSettings, serve_web
 
 VM_ID = "vm_" + "a" * 20
 JOB_ID = "job_" + "b" * 20
+PIECE = 32768
 TOKENS = {
     "alice-token": Principal(WorkspaceId("alice")),
     "bob-token": Principal(WorkspaceId("bob")),
@@ -178,10 +190,150 @@ class FleetDouble:
 
 
 @dataclass
+class FollowerDouble:
+    """Gives what the test has put into `pieces`; over behind the last one.
+
+    Attributes:
+        news: Set by the test when there is more, or `ended`.
+    """
+
+    job: JobRecord
+    pieces: list[OutputPiece | MicrovmError] = field(default_factory=list[OutputPiece | MicrovmError])
+    ended: bool = False
+    news: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def over(self) -> bool:
+        return self.ended and not self.pieces
+
+    async def next(self) -> list[OutputPiece]:
+        if not self.pieces and not self.ended:
+            await self.news.wait()
+            self.news = trio.Event()
+        await trio.lowlevel.checkpoint()
+        pieces, self.pieces = self.pieces, []
+        for piece in pieces:
+            if isinstance(piece, MicrovmError):
+                raise piece
+        return [piece for piece in pieces if isinstance(piece, OutputPiece)]
+
+
+@dataclass
+class StreamDouble:
+    """One VM of alice's with one file and one directory; what is written is kept when all of it came.
+
+    Attributes:
+        content: The file.
+        wrong: Raised behind the bytes of the file or archive, as a guest does that saw it change.
+        reading: How many reads are open now.
+        taken: Bytes of the upload that were taken off the connection so far.
+        hold: Awaited before each piece of an upload.
+        written: Uploads that came whole: path, bytes, arguments.
+        follower: What live output is made of.
+    """
+
+    content: bytes = b"0123456789"
+    wrong: MicrovmError | None = None
+    reading: int = 0
+    taken: int = 0
+    hold: Callable[[], Awaitable[object]] | None = None
+    written: list[tuple[str, bytes, dict[str, Any]]] = field(
+        default_factory=list[tuple[str, bytes, dict[str, Any]]]
+    )
+    events: Events = field(default_factory=Events)
+    follower: FollowerDouble | None = None
+    cursors: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    ended: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
+
+    def _check(self, p: Principal, vm_id: str) -> None:
+        if vm_id != VM_ID or p.workspace_id != "alice":
+            raise RequestError("not_found", "there is no such VM")
+
+    async def look(self, p: Principal, vm_id: str, path: str) -> FileFacts:
+        self._check(p, vm_id)
+        if path != "file":
+            raise RequestError("not_found", "there is no such file")
+        return FileFacts(len(self.content), "0755", 1e9 + 0.5, "tag-1")
+
+    @asynccontextmanager
+    async def read_file(
+        self, p: Principal, vm_id: str, path: str, *, offset: int, length: int, tag: str
+    ) -> AsyncGenerator[AsyncIterator[bytes]]:
+        assert tag == "tag-1"
+        async with self._reading(self.content[offset : offset + length]) as pieces:
+            yield pieces
+
+    @asynccontextmanager
+    async def read_archive(self, p: Principal, vm_id: str, path: str) -> AsyncGenerator[AsyncIterator[bytes]]:
+        self._check(p, vm_id)
+        if path not in {".", "dir"}:
+            raise RequestError("not_found", "there is no such directory")
+        async with self._reading(self.content) as pieces:
+            yield pieces
+
+    @asynccontextmanager
+    async def _reading(self, data: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
+        self.reading += 1
+        try:
+            yield self._pieces(data)
+        finally:
+            self.reading -= 1
+
+    async def _pieces(self, data: bytes) -> AsyncGenerator[bytes]:
+        for at in range(0, len(data), PIECE):
+            await trio.lowlevel.checkpoint()
+            yield data[at : at + PIECE]
+        if self.wrong is not None:
+            raise self.wrong
+
+    async def write_file(
+        self, p: Principal, vm_id: str, path: str, body: AsyncIterable[bytes], **told: Any
+    ) -> tuple[int, str]:
+        self._check(p, vm_id)
+        content = await self._take(path, body, told)
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    async def write_archive(
+        self, p: Principal, vm_id: str, path: str, body: AsyncIterable[bytes], **told: Any
+    ) -> int:
+        self._check(p, vm_id)
+        return len(await self._take(path, body, told))
+
+    async def _take(self, path: str, body: AsyncIterable[bytes], told: dict[str, Any]) -> bytes:
+        if path == "full":
+            raise GuestError("disk_full", "the guest's disk is full")
+        content = bytearray()
+        async for data in body:
+            self.taken += len(data)
+            content += data
+            if self.hold is not None:
+                await self.hold()
+        self.written.append((path, bytes(content), told))
+        return bytes(content)
+
+    def listen(self, p: Principal, *, all_workspaces: bool, after: int | None) -> Listener:
+        if all_workspaces and not p.operator:
+            raise RequestError("forbidden", "for operators")
+        return self.events.listen(None if all_workspaces else p.workspace_id, after)
+
+    def follow(self, p: Principal, vm_id: str, job_id: str, cursor: tuple[int, int]) -> FollowerDouble:
+        self._check(p, vm_id)
+        self.cursors.append(cursor)
+        if job_id != JOB_ID or self.follower is None:
+            raise RequestError("not_found", "there is no such job")
+        return self.follower
+
+    async def end_workspace(self, workspace_id: WorkspaceId, *, destroy: bool) -> list[VmId]:
+        self.ended.append((workspace_id, destroy))
+        return [VmId(VM_ID)]
+
+
+@dataclass
 class Doors:
     """A running service, and ways in."""
 
     fleet: FleetDouble
+    streams: StreamDouble
     bound: Bound
     stop: trio.Event
     stopped: trio.Event
@@ -234,14 +386,15 @@ def web_settings(tmp_path: Path) -> Mapping[str, Any]:
 
 @pytest.fixture
 async def doors(web_settings: Mapping[str, Any], nursery: trio.Nursery) -> AsyncGenerator[Doors]:
-    fleet, stop, stopped = FleetDouble(), trio.Event(), trio.Event()
+    fleet, streams, stop, stopped = FleetDouble(), StreamDouble(), trio.Event(), trio.Event()
 
     async def run(*, task_status: trio.TaskStatus[Bound]) -> None:
-        await serve_web(WebSettings(**web_settings), fleet, authenticate, stop=stop, task_status=task_status)
+        settings = WebSettings(**web_settings)
+        await serve_web(settings, fleet, authenticate, streams, stop=stop, task_status=task_status)
         stopped.set()
 
     bound: Bound = await nursery.start(run)
-    yield Doors(fleet, bound, stop, stopped)
+    yield Doors(fleet, streams, bound, stop, stopped)
     stop.set()
     with trio.fail_after(10):
         await stopped.wait()
