@@ -286,7 +286,7 @@ class VmDriver:
             if isinstance(answer, Step):
                 self._start(nursery, answer, request)
                 return
-            self._answer(request, _refused(answer))
+            self._answer(request, self._refused(answer))
         _, effects = idle.decide(self._idle, idle.Fired(self._idle.activity), time.time())
         if effects and isinstance(effects[0], idle.PutToRest):
             answer = self._decide(Idle(effects[0].seen, effects[0].mode))
@@ -513,10 +513,11 @@ class VmDriver:
             self._answer(request, None if isinstance(request.event, Destroy | Drain) else missing)
         self._bell.set()
 
-
-def _refused(answer: Answer) -> MicrovmError | None:
-    if not isinstance(answer, Refusal):
-        return None
-    if answer.code == "draining":
-        return CapacityError(answer.code, answer.message, retry_after_s=DRAINING_RETRY_S)
-    return RequestError(answer.code, answer.message)
+    def _refused(self, answer: Answer) -> MicrovmError | None:
+        """A refusal as the error that it is told as; a failed VM's has the last words of its VMM."""
+        if not isinstance(answer, Refusal):
+            return None
+        if answer.code == "draining":
+            return CapacityError(answer.code, answer.message, retry_after_s=DRAINING_RETRY_S)
+        death = self.effects.death if answer.code == "vm_failed" else None
+        return RequestError(answer.code, answer.message, None if death is None else death.detail)

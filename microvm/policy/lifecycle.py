@@ -370,7 +370,9 @@ def _resume_hibernated(facts: Facts, event: Event) -> Answer:
 
 def _resume_failed(facts: Facts, event: Event) -> Answer:
     assert isinstance(event, Resume)
-    return Step(S.BOOTING, BOOT) if event.cold_boot else _refuse(facts, event)
+    if not event.cold_boot:
+        return _refuse(facts, event)
+    return Step(S.BOOTING, BOOT, reason=facts.reason)  # still true if it is refused
 
 
 def _stop_hibernated(_facts: Facts, event: Event) -> Answer:
@@ -428,7 +430,7 @@ def _boot_failed(facts: Facts, event: Event) -> Answer:
     if event.committed or event.guest_lost or facts.before is None:
         return _lost(facts, event)
     # refused for want of room: the checkpoint, if there was one, is still there
-    return Step(facts.before, reason=event.reason if facts.before is S.FAILED else None)
+    return Step(facts.before, reason=facts.reason)
 
 
 def _create_failed(_facts: Facts, event: Event) -> Answer:

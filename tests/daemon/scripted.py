@@ -121,6 +121,7 @@ class ScriptedEffects:
         self.jobs = jobs
         self.live: object | None = object() if live else None
         self.slot = 7
+        self.death: VmmError | None = None
         self.script: deque[str] = deque()
         self.begun: list[str] = []
         self.in_guest = 0
