@@ -108,7 +108,7 @@ async def _settle(
         if settled.state is not VmState.HIBERNATED:
             job = job.with_(background_processes=0)
         kept_jobs.append(job.with_(state=state))
-    _reclaim(places.vm(record.vm_id))
+    _reclaim(places.vm(record.vm_id), settled.state)
     await store.commit(
         writes.change_vm(record.vm_id, **changes),
         *closing,
@@ -117,11 +117,22 @@ async def _settle(
     return settled, kept_jobs
 
 
-def _reclaim(directory: Path) -> None:
-    """A VM at rest has root's files only: whoever ran it last has no claim to them any more."""
+def _reclaim(directory: Path, state: VmState) -> None:
+    """A VM at rest has root's files only, and nothing half-made of what was cut off.
+
+    A hibernated VM whose manifest is damaged keeps what is there: a wake will say what is wrong.
+    """
     for name in (layout.RAM, layout.DISK):
         with contextlib.suppress(FileNotFoundError):
             os.chown(directory / name, 0, 0, follow_symlinks=False)
+    manifest = checkpoint.read(directory)
+    if manifest is None and state is VmState.HIBERNATED:
+        return
+    known = {layout.RAM, layout.DISK, checkpoint.MANIFEST, manifest.state_file if manifest else ""}
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.name not in known:
+                path.unlink()
 
 
 async def _close_orphans(store: Store, intents: dict[VmId, list[Intent]], known: set[VmId]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.hooked_service import HookedService
-from tests.vm.live_service import Client, Machine
+from tests.vm.live_service import Client
 
 
 @pytest.fixture(scope="session")
@@ -38,18 +38,18 @@ def service(prepared: HookedService, image_dir: Path, vm_volume: Path) -> Iterat
         one.remove()
 
 
+@pytest.fixture(autouse=True)
+def cleared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test finds what another one left on the module's service."""
+    yield
+    if "service" in request.fixturenames:
+        request.getfixturevalue("service").clear()
+
+
 @pytest.fixture
 def client(service: HookedService) -> Client:
     """A workspace's client on the module's service."""
     return service.owner
-
-
-@pytest.fixture
-def vm(service: HookedService) -> Iterator[Machine]:
-    """A fresh VM of 256 MiB on the module's service, destroyed at the end by whatever daemon runs then."""
-    machine = service.owner.create()
-    yield machine
-    service.again(machine).destroy()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from microvm.fleet.effects import Effects
 from microvm.fleet.journal import VmJournal
 from microvm.fleet.live import Live
 from microvm.fleet.log import log
-from microvm.model import VmRecord
+from microvm.model import VmRecord, VmState
 from microvm.policy import lifecycle
 from microvm.store import checkpoint
 from microvm.vmm.qemu import QemuVmm
@@ -185,7 +185,8 @@ async def serve(config: Path, faults: Faults) -> None:
             faults.running = running
             async for _ in asked:
                 for vm in running.fleet.vms.values():
-                    nursery.start_soon(_stop, vm.driver)
+                    if vm.driver.record.state is VmState.RUNNING:
+                        nursery.start_soon(_stop, vm.driver)
 
 
 async def _stop(driver: VmDriver) -> None:

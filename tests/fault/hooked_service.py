@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from microvm.store import checkpoint
 from tests.fault.hooked_daemon import KILL_DAEMON
 from tests.vm.live_service import STOP_S, Client, Machine, Service, ToolError
 
@@ -24,6 +25,7 @@ class HookedService(Service):
     Attributes:
         constants: Values of `microvm.fleet.service` from the next start on.
         timers: Whether idle VMs go to rest by themselves; from the next start on.
+        lasting: VMs that `clear` leaves alone.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class HookedService(Service):
         super().__init__(image, volume, like=like, **settings)
         self.constants: dict[str, float] = {}
         self.timers = True
+        self.lasting: set[str] = set()
         self._armed: Final = self.directory / "armed"
         self._token: str | None = None
 
@@ -75,6 +78,17 @@ class HookedService(Service):
         """The directory of a VM's RAM, disk and checkpoint."""
         return self.vm_dir / "vms" / vm.vm_id
 
+    def clear(self) -> None:
+        """Destroys what a test left, also one that failed; starts the daemon where it is dead."""
+        self._armed.unlink(missing_ok=True)
+        if self.process is not None and self.process.poll() is not None:
+            self.process = None
+        if self.process is None:
+            self.start()
+        for vm in self.owner.call("vm_list")["vms"]:
+            if vm["vm_id"] not in self.lasting:
+                self.owner.call("vm_destroy", vm_id=vm["vm_id"])
+
     def stop_vms(self) -> None:
         """Has every running VM stopped; `vm_status` tells when."""
         os.kill(self.pid, signal.SIGUSR1)
@@ -91,6 +105,16 @@ class HookedService(Service):
         assert {Path(path).name for path in found.files} <= known, found
         assert {path.name for path in (self.vm_dir / "vms").iterdir()} == known
         assert not list((self.vm_dir / "templates").glob("*.building"))
+        for vm in vms:
+            self._check_files(self.files_of(vm))
+
+    def _check_files(self, directory: Path) -> None:
+        """No file of a VM but its RAM, its disk, and what its manifest names."""
+        manifest = checkpoint.read(directory)
+        mine = set[str]() if manifest is None else {checkpoint.MANIFEST, manifest.state_file}
+        found = {path.name for path in directory.iterdir()}
+        assert "disk" in found
+        assert found <= {"ram", "disk"} | mine, found
 
 
 def check_disk(service: HookedService, vm: Machine) -> None:

@@ -59,8 +59,9 @@ def sleeper(service: HookedService) -> Iterator[tuple[Machine, Resident]]:
     vm = service.owner.create(idle_seconds=0)
     resident = Resident(vm)
     vm.suspend(force=True)
+    service.lasting.add(vm.vm_id)
     yield vm, resident
-    service.again(vm).destroy()
+    service.lasting.clear()
 
 
 def die(service: HookedService, fault: Fault, call: Callable[[], object]) -> None:
