@@ -93,7 +93,7 @@ class JobTable:
         if len(self._jobs) >= MAX_JOBS:
             oldest = next(known for known in self._jobs.values() if known.state not in ACTIVE)
             del self._jobs[oldest.job_id]
-            self._changed.pop(oldest.job_id, None)
+            self._ring(oldest.job_id)
             with contextlib.suppress(Exception):
                 remove_tree(self._directory / oldest.job_id)
             self._forget(oldest.job_id)

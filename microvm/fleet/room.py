@@ -122,13 +122,7 @@ class Room:
 
     def _workspace(self, workspace_id: WorkspaceId) -> Workspace:
         found = self._workspaces(workspace_id) or Workspace(workspace_id)
-        own, default = found.quota, self._defaults
-        quota = Quota(
-            own.max_vms if own.max_vms is not None else default.max_vms,
-            own.max_memory_mib if own.max_memory_mib is not None else default.max_memory_mib,
-            own.max_storage_gib if own.max_storage_gib is not None else default.max_storage_gib,
-        )
-        return replace(found, quota=quota)
+        return replace(found, quota=admission.bounded(found.quota, self._defaults))
 
     def _volume(self) -> Volume:
         with host_errors("statvfs", self._vm_dir):
