@@ -70,8 +70,9 @@ class Transfers:
         """A directory as a tar archive; its last bytes come only when it is known to be whole."""
         async with self._driver.use() as live:
             await live.link.call("read_archive", {"path": path, "look": True}, timeout_s=CALL_TIMEOUT_S)
-            async with self._call("read_archive", {"path": path}) as call:
-                yield _pieces(call)
+        # Not within that use: a suspension that came meanwhile waits for it, and the next use for that.
+        async with self._call("read_archive", {"path": path}) as call:
+            yield _pieces(call)
 
     async def write_file(
         self, path: str, body: AsyncIterable[bytes], *, size: int | None, mode: str, make_parents: bool
