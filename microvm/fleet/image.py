@@ -12,11 +12,11 @@ import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from microvm.errors import HostError
 from microvm.fleet import layout
-from microvm.host.files import fsync_directory, host_errors
+from microvm.host.files import fsync_directory, host_errors, write_durably
 from microvm.host.reflink import reflink
 from microvm.vmm.base import BootSource, VmmKind
 
@@ -100,7 +100,7 @@ def open_image(directory: Path) -> Image:
         )
     except OSError as error:
         raise HostError("read image manifest", str(path), error.errno or 0, _HOW) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HostError(
             "read image manifest", str(path), 0, f"not a manifest of this version ({error}); {_HOW}"
         ) from error
@@ -135,15 +135,15 @@ def verify_image(image: Image, cache: Path) -> None:
                 )
         seen[mark] = part.sha256
     if seen != known:
-        cache.write_text(json.dumps(seen))
+        write_durably(cache, json.dumps(seen).encode("ascii"))
 
 
 def _read_cache(path: Path) -> dict[str, str]:
     try:
-        data: dict[str, str] = json.loads(path.read_bytes())
-        return data
+        data: object = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
+    return cast("dict[str, str]", data) if isinstance(data, dict) else {}
 
 
 def _sha256(path: Path) -> str:
