@@ -77,6 +77,7 @@ class Group:
 
     def __init__(self, path: str, pids_max: int | None) -> None:
         self.path = path
+        self.killed = False
         os.mkdir(path, 0o755)
         try:
             if pids_max is not None:
@@ -107,7 +108,12 @@ class Group:
                 os.kill(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to every process at once, forks in flight included."""
+        """SIGKILL to every process at once, forks in flight included.
+
+        Afterwards the kernel may kill what is born into the group from outside, too (Linux 6.18 does: it
+        compares the kill counters of two groups), so that no other job gets it.
+        """
+        self.killed = True
         with contextlib.suppress(FileNotFoundError):
             write_knob(f"{self.path}/cgroup.kill", "1")
 
@@ -179,8 +185,8 @@ class Tree:
 
     def give_back(self, group: Group) -> None:
         """Takes a group that is empty; a few are kept, since making one costs a tenth of a short command."""
-        if self._troubled or len(self._idle) >= _IDLE_GROUPS:
-            group.remove()  # with the counters that say so
+        if group.killed or self._troubled or len(self._idle) >= _IDLE_GROUPS:
+            group.remove()  # also for its counters, which begin at 0 in another
         else:
             self._idle.append(group)
 

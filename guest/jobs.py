@@ -269,13 +269,19 @@ class Jobs:
             if action is not None:
                 action(status)
             elif self._launcher.busy:
-                self._unclaimed[pid] = status  # perhaps a command that was shorter than the news of its start
+                self._claim(pid, status)
+
+    def _claim(self, pid: int, status: int) -> None:
+        """Finds whose a dead child is that nobody expects yet: a command that was quicker than its news."""
+        self._unclaimed[pid] = status
+        self._launcher.take_outcomes()
+        if pid in self._unclaimed:
+            self._launcher.forget_dead(pid)
+        self._unclaimed.pop(pid, None)
 
     def expect(self, pid: int, on_exit: Callable[[int], None]) -> None:
         """Has `on_exit` called with the wait status of a child, also of one that was collected just now."""
         status = self._unclaimed.pop(pid, None)
-        if not self._launcher.busy:
-            self._unclaimed.clear()
         if status is None:
             self._pids[pid] = on_exit
         else:

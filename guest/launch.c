@@ -1,12 +1,13 @@
 /* Starts jobs: a small process that the supervisor keeps, so that a command costs one fork of it and one exec.
  *
  *   launch UID GID    3 a stream socket for requests   4 the directory that every CWD lies beneath
- *                     5 a pipe for outcomes
+ *                     5 a pipe for outcomes              6 a memory file of SLOTS `struct forked`
  *
  * A request is a `struct request`, its descriptors with the first byte, then `bytes` of NUL-ended texts: the
  * working directory, the arguments, the environment. Descriptors: the command's 0, 1, 2; the directory of its
  * cgroup; if `kept`, one more that the command finds as 9. The child itself tells the outcome, one
- * `struct outcome`, as the last thing before the exec; if the exec then fails, another.
+ * `struct outcome`, as the last thing before the exec; if the exec then fails, another. A child that is killed
+ * before tells nothing: the memory file has whose it was, written by the kernel before the child exists.
  *
  * A fork of the supervisor's interpreter, and also a program started just to become another, cost more under
  * emulation than everything else here. The child is made inside its cgroup (entering one later waits for a grace
@@ -23,13 +24,15 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { SOCKET_FD = 3, ROOT_FD = 4, OUTCOME_FD = 5, KEPT_FD = 9, ASIDE_FD = 100, FDS_MAX = 5 };
+enum { SOCKET_FD = 3, ROOT_FD = 4, OUTCOME_FD = 5, TABLE_FD = 6, KEPT_FD = 9, ASIDE_FD = 100 };
+enum { FDS_MAX = 5, SLOTS = 64 };
 enum { STDIN, STDOUT, STDERR, CGROUP, KEPT };
 
 struct request {
@@ -48,7 +51,13 @@ struct outcome {
     char operation[20];
 };
 
+struct forked {
+    uint32_t id;
+    int32_t pid;
+};
+
 static long job_uid, job_gid;
+static struct forked *table;
 
 static void tell(int fd, uint32_t id, int error, const char *operation)
 {
@@ -139,10 +148,15 @@ static void become(const struct request *request, const int *fds, const char *cw
     fail(&child, "exec");
 }
 
-static int fork_into(int cgroup_fd)
+static int fork_into(int cgroup_fd, uint32_t id)
 {
+    struct forked *slot = &table[id % SLOTS];
+    slot->id = id;
+    slot->pid = 0;
     struct clone_args how = {
-        .flags = CLONE_INTO_CGROUP | CLONE_PARENT, /* with the latter the exit signal is this process's own */
+        /* With CLONE_PARENT the exit signal is this process's own. */
+        .flags = CLONE_INTO_CGROUP | CLONE_PARENT | CLONE_PARENT_SETTID,
+        .parent_tid = (uint64_t)(uintptr_t)&slot->pid,
         .cgroup = (uint64_t)cgroup_fd,
     };
     return (int)syscall(SYS_clone3, &how, sizeof how);
@@ -205,7 +219,7 @@ static int serve_one(void)
     texts[request.bytes] = 0;
     char **env = words + request.argc + 1;
     cut(cut(texts + strlen(texts) + 1, words, request.argc), env, request.envc);
-    int pid = fork_into(fds[CGROUP]);
+    int pid = fork_into(fds[CGROUP], request.id);
     if (pid == 0)
         become(&request, fds, texts, words, env);
     if (pid < 0)
@@ -223,6 +237,9 @@ int main(int argc, char **argv)
         return 2;
     job_uid = atol(argv[1]);
     job_gid = atol(argv[2]);
+    table = mmap(NULL, SLOTS * sizeof *table, PROT_READ | PROT_WRITE, MAP_SHARED, TABLE_FD, 0);
+    if (table == MAP_FAILED)
+        return 1;
     syscall(SYS_close_range, OUTCOME_FD + 1, ~0U, 0);
     while (serve_one())
         continue;

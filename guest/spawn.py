@@ -8,6 +8,7 @@ went; `jobs` knows what a job is.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import socket
 import struct
@@ -23,10 +24,11 @@ INLINE_COMMAND_BYTES: Final = 96 * 1024
 """A longer command runs from a descriptor: Linux takes at most 128 KiB in one argument (MAX_ARG_STRLEN)."""
 _COMMAND_FD: Final = 9
 """Where the launcher puts the descriptor of a long command; the command's own first words close it."""
-_ASIDE_FD: Final = 4000
-"""Above every descriptor of the supervisor's own."""
 _REQUEST: Final = struct.Struct("=IIIII")
 _OUTCOME: Final = struct.Struct("=Iii20s")
+_FORKED: Final = struct.Struct("=Ii")
+_SLOTS: Final = 64
+"""More than commands can be on their way at once."""
 _TEXT_MAX: Final = 128 * 1024
 """MAX_ARG_STRLEN: one argument or variable, its NUL included (execve(2))."""
 _TEXTS_MAX: Final = 1536 * 1024
@@ -75,6 +77,7 @@ class Launcher:
         self._outcomes = -1
         self._ids = itertools.count(1)
         self._waiting: dict[int, Outcome] = {}
+        self._table = mmap.mmap(-1, _SLOTS * _FORKED.size)  # replaced by one that is shared
 
     @property
     def busy(self) -> bool:
@@ -93,10 +96,14 @@ class Launcher:
         outcomes, outcomes_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(outcomes, False)
         host = self._host
-        given = (theirs.fileno(), host.workspace_fd, outcomes_end)
+        table = os.memfd_create("forked", os.MFD_CLOEXEC)
+        os.ftruncate(table, _SLOTS * _FORKED.size)
+        self._table = mmap.mmap(table, _SLOTS * _FORKED.size)
+        given = (theirs.fileno(), host.workspace_fd, outcomes_end, table)
         # Upwards first, so that none is overwritten before it was copied.
-        actions = [(os.POSIX_SPAWN_DUP2, fd, _ASIDE_FD + index) for index, fd in enumerate(given)]
-        actions += [(os.POSIX_SPAWN_DUP2, _ASIDE_FD + index, 3 + index) for index in range(len(given))]
+        aside = max(*given, 2 + len(given)) + 1
+        actions = [(os.POSIX_SPAWN_DUP2, fd, aside + index) for index, fd in enumerate(given)]
+        actions += [(os.POSIX_SPAWN_DUP2, aside + index, 3 + index) for index in range(len(given))]
         words = [host.launcher, str(host.uid), str(host.gid)]
         try:
             os.posix_spawn(host.launcher, words, {}, file_actions=actions)
@@ -107,9 +114,10 @@ class Launcher:
         finally:
             theirs.close()
             os.close(outcomes_end)
+            os.close(table)
         self._sock = ours
         self._outcomes = outcomes
-        self._loop.watch(outcomes, READ, self._take_outcomes)
+        self._loop.watch(outcomes, READ, lambda _events: self.take_outcomes())
 
     def launch(
         self,
@@ -155,12 +163,15 @@ class Launcher:
             raise
         self._waiting[number] = on_outcome
 
-    def _take_outcomes(self, _events: int) -> None:
+    def take_outcomes(self) -> None:
         """Hands outcomes to who waits for them.
 
         A second one of the same command says that its exec failed after all; its exit, 127, says that too.
         """
-        data = os.read(self._outcomes, _OUTCOME.size * 64)
+        try:
+            data = os.read(self._outcomes, _OUTCOME.size * _SLOTS)
+        except BlockingIOError:
+            return
         if not data:
             self._lose()
             return
@@ -168,6 +179,13 @@ class Launcher:
             on_outcome = self._waiting.pop(number, None)
             if on_outcome is not None:
                 on_outcome(pid, _error_of(operation.rstrip(b"\0").decode(), error) if error else None)
+
+    def forget_dead(self, pid: int) -> None:
+        """Fails the command whose process has ended without an outcome, if `pid` was one's."""
+        for number in self._waiting:
+            if _FORKED.unpack_from(self._table, number % _SLOTS * _FORKED.size) == (number, pid):
+                self._waiting.pop(number)(pid, OpError("internal", "the command was killed before it began"))
+                return
 
     def _lose(self) -> None:
         """The launcher has died: whatever it was asked for fails."""

@@ -363,6 +363,17 @@ async def test_nothing_is_left_of_a_job_in_the_machine() -> None:
         assert rig.groups() == []
 
 
+async def test_a_killed_launcher_is_replaced() -> None:
+    async with rigged() as rig:
+        await rig.run("true")
+        (launcher,) = rig.processes(b"1000 1000")
+        os.kill(launcher, signal.SIGKILL)
+        with contextlib.suppress(GuestError):  # the call that finds it dead
+            await rig.start("true")
+        assert (await rig.run("echo again"))[1] == b"again\n"
+        assert rig.processes(b"1000 1000") not in ([], [launcher])
+
+
 # ---- time
 
 
@@ -560,3 +571,28 @@ async def test_power_off_ends_the_guest_and_the_channel() -> None:
         await rig.link.poweroff()
         await rig.link.drain_to_eof()
         assert rig.guest.process.wait() == 0
+
+
+async def test_a_job_after_a_kill_runs_like_any_other() -> None:
+    async with rigged() as rig:
+        for _ in range(6):
+            job_id = await rig.start("trap '' TERM; sleep 600; sleep 600", timeout_seconds=0.05)
+            assert (await rig.end(job_id)).signal == signal.SIGKILL
+            assert (await rig.run("echo fine"))[1] == b"fine\n"
+
+
+async def test_a_command_that_is_killed_before_it_begins_is_an_error() -> None:
+    async with rigged() as rig:
+        await rig.run("true")
+        (group,) = [path for path in (rig.guest.group / "jobs").iterdir() if path.is_dir()]
+        (group / "cgroup.freeze").write_text("1")  # what is born into it stands still
+
+        async def kill() -> None:
+            while not (pids := (group / "cgroup.procs").read_text().split()):
+                await trio.lowlevel.checkpoint()
+            os.kill(int(pids[0]), signal.SIGKILL)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill)
+            await refused("internal", lambda: rig.start("true"))
+        assert len(await rig.link.job_list()) == 1
