@@ -28,7 +28,7 @@ from microvm.wire.agent import INLINE_BYTES, JobSummary
 JOB_JSON: Final = TypeAdapter(JobRecord)
 COMMAND_SHOWN: Final = 200
 REFRESH_S: Final = 1.0
-"""How long a waiting read trusts the guest to tell of new output, which it does for 15 s after a read; a guest
+"""How long a waiting read trusts the guest to tell of new output, which it does for 15 s after a read; one
 whose supervisor is older than that message does not."""
 CANCEL_S: Final = 10.0
 """How long a cancel waits for the end: processes have 2 s from TERM to kill; a guest may be slow about it."""
