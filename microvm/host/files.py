@@ -134,7 +134,8 @@ def hold_lock(path: str | Path) -> Generator[int]:
         HostError: Somebody holds it (`errno` EWOULDBLOCK), or the file cannot be opened.
     """
     with host_errors("open lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Read-only: a volume can be made read-only while its service runs, whose VMs all sleep.
+        fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ class SmallVolume:
         """Takes all but `leave_bytes`; with 0, all that anybody can have."""
         with self._ballast.open("ab") as file:
             step = GIB
-            while step >= _SMALLEST_BYTES and self.free_bytes > leave_bytes:
+            while step >= _SMALLEST_BYTES and not (leave_bytes and self.free_bytes <= leave_bytes):
                 size = min(step, max(self.free_bytes - leave_bytes, _SMALLEST_BYTES))
                 try:
                     os.posix_fallocate(file.fileno(), file.tell(), size)

@@ -194,6 +194,7 @@ async def test_a_volume_filled_to_its_last_block_keeps_what_sleeps_and_what_was_
     assert (sleeping.state, running.state) == ("hibernated", "paused")
     assert files(cramped) == before
     cramped.kill()
+    room.fill(0)  # a dead process's preallocations come back
     cramped.start()
     run_on, slept_on = cramped.again(running), cramped.again(sleeping)
     assert (slept_on.state, run_on.state) == ("hibernated", "failed")
