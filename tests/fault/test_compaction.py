@@ -63,10 +63,10 @@ async def test_a_memfile_in_many_pieces_is_written_anew_and_the_vm_wakes_with_it
 @pytest.mark.parametrize(
     ("when", "point"),
     [
-        ("after", "intent of compact"),
+        pytest.param("after", "intent of compact", marks=pytest.mark.slow),
         ("after", "copy"),
         ("after", "manifest"),
-        ("after", "rename"),
+        pytest.param("after", "rename", marks=pytest.mark.slow),
         pytest.param("before", "done of compact", marks=pytest.mark.slow),
         pytest.param("after", "done of compact", marks=pytest.mark.slow),
     ],

@@ -114,11 +114,11 @@ def prepared_vm(service: HookedService) -> Machine:
     Fault("after", "flush", "failed", "hibernating", rare=True),
     Fault("after", "sync", "failed", "hibernating", rare=True),
     Fault("after", "freeze", "failed", "hibernating", rare=True),
-    Fault("after", "save", "failed", "hibernating"),
+    Fault("after", "save", "failed", "hibernating", rare=True),
     Fault("after", "fsync", "failed", "hibernating", rare=True),
     Fault("before", "manifest", "failed", "hibernating"),
     Fault("after", "manifest", "hibernated"),
-    Fault("after", "release", "hibernated"),
+    Fault("after", "release", "hibernated", rare=True),
     Fault("before", "done of hibernate", "hibernated", rare=True),
     Fault("after", "done of hibernate", "hibernated"),
 )
@@ -134,7 +134,7 @@ def test_a_hibernation_that_is_cut_off_was_either_committed_or_has_failed(
     Fault("before", "intent of pause", "failed", "running", rare=True),
     Fault("after", "intent of pause", "failed", "running"),
     Fault("after", "freeze", "failed", "running", rare=True),
-    Fault("before", "done of pause", "failed", "running"),
+    Fault("before", "done of pause", "failed", "running", rare=True),
     Fault("after", "done of pause", "failed", "paused"),
 )
 def test_a_pause_that_is_cut_off_says_what_the_vm_was(
@@ -154,7 +154,7 @@ def test_a_pause_that_is_cut_off_says_what_the_vm_was(
     Fault("after", "cont", "failed", "resuming", rare=True),
     Fault("after", "greet", "failed", "resuming", rare=True),
     Fault("after", "drop", "failed", "resuming", rare=True),
-    Fault("before", "done of wake", "failed", "resuming"),
+    Fault("before", "done of wake", "failed", "resuming", rare=True),
     Fault("after", "done of wake", "failed", "running"),
 )
 def test_a_wake_that_is_cut_off_left_the_checkpoint_whole_or_spent(
@@ -181,7 +181,7 @@ def test_a_paused_vm_whose_resume_is_cut_off_has_failed(
 
 
 @cases(
-    Fault("after", "intent of boot", "failed", "booting"),
+    Fault("after", "intent of boot", "failed", "booting", rare=True),
     Fault("after", "spent of boot", "failed", "booting", rare=True),
     Fault("after", "boot", "failed", "booting", rare=True),
     Fault("after", "done of boot", "failed", "running", rare=True),
@@ -199,7 +199,7 @@ def test_a_cold_boot_that_is_cut_off_may_be_tried_again(
     Fault("before", "intent of power_off", "failed", "running", rare=True),
     Fault("after", "intent of power_off", "failed", "stopping"),
     Fault("after", "release", "failed", "stopping", rare=True),
-    Fault("before", "done of power_off", "failed", "stopping"),
+    Fault("before", "done of power_off", "failed", "stopping", rare=True),
     Fault("after", "done of power_off", "stopped"),
 )
 def test_a_stop_that_is_cut_off_was_done_or_has_failed(
@@ -215,7 +215,7 @@ def test_a_stop_that_is_cut_off_was_done_or_has_failed(
     Fault("after", "intent of remove", "gone"),
     Fault("after", "removal", "gone", rare=True),
     Fault("before", "gone of remove", "gone"),
-    Fault("after", "gone of remove", "gone"),
+    Fault("after", "gone of remove", "gone", rare=True),
 )
 def test_a_destruction_that_is_cut_off_is_finished_at_the_next_start(
     service: HookedService, sleeper: tuple[Machine, Resident], fault: Fault
@@ -227,7 +227,7 @@ def test_a_destruction_that_is_cut_off_is_finished_at_the_next_start(
 
 
 @cases(
-    Fault("after", "intent of remove", "gone"),
+    Fault("after", "intent of remove", "gone", rare=True),
     Fault("after", "release", "gone", rare=True),
 )
 def test_the_destruction_of_a_running_vm_is_finished_too(
@@ -242,7 +242,7 @@ def test_the_destruction_of_a_running_vm_is_finished_too(
 @cases(
     Fault("before", "receipt of vm_create", "new"),
     Fault("after", "receipt of vm_create", "outcome_unknown"),
-    Fault("after", "clone", "outcome_unknown"),
+    Fault("after", "clone", "outcome_unknown", rare=True),
     Fault("after", "load", "outcome_unknown", rare=True),
     Fault("after", "cont", "outcome_unknown", rare=True),
     Fault("after", "greet", "outcome_unknown", rare=True),
@@ -269,7 +269,7 @@ def test_a_creation_that_is_cut_off_leaves_nothing_and_its_id_says_so(
 
 @cases(
     Fault("after", "done of create", "outcome_unknown"),
-    Fault("after", "answer of vm_create", "replayed"),
+    Fault("after", "answer of vm_create", "replayed", rare=True),
 )
 def test_a_creation_that_was_done_is_listed_and_never_done_twice(
     service: HookedService, sleeper: tuple[Machine, Resident], fault: Fault
@@ -292,9 +292,9 @@ def test_a_creation_that_was_done_is_listed_and_never_done_twice(
 
 
 @cases(
-    Fault("before", "receipt of vm_exec", "again"),
+    Fault("before", "receipt of vm_exec", "again", rare=True),
     Fault("after", "receipt of vm_exec", "outcome_unknown"),
-    Fault("after", "answer of vm_exec", "replayed"),
+    Fault("after", "answer of vm_exec", "replayed", rare=True),
 )
 def test_a_command_that_is_cut_off_never_runs_twice_under_its_id(
     service: HookedService, sleeper: tuple[Machine, Resident], fault: Fault

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from typing import Any
 
 import pytest
 import trio
@@ -22,6 +23,11 @@ pytestmark = [pytest.mark.vm, pytest.mark.root]
 PATIENCE_S = 240.0
 REMEMBER = "echo on-disk > note; sync; echo in-memory > /dev/shm/note"
 LAST_WORDS = "out of memory"
+
+
+def rare(*values: str) -> Any:
+    """A case that only `--all` tries: its neighbours lead to the same."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make(client: Client, *, talkative: bool = False) -> Machine:
@@ -44,7 +50,10 @@ def check_failed(service: HookedService, vm: Machine) -> None:
     assert vm.text("cat note") == "on-disk\n"
 
 
-@pytest.mark.parametrize(("when", "point"), [("before", "load"), ("after", "load"), ("after", "cont")])
+@pytest.mark.parametrize(
+    ("when", "point"),
+    [rare("before", "load"), ("after", "load"), rare("after", "cont")],
+)
 def test_a_vmm_that_dies_while_its_vm_is_created_leaves_nothing_and_the_id_free(
     service: HookedService, client: Client, when: str, point: str
 ) -> None:
@@ -89,7 +98,10 @@ async def test_a_vmm_that_dies_while_its_vm_is_paused_fails_it_at_once(
     vm.destroy()
 
 
-@pytest.mark.parametrize(("when", "point"), [("before", "freeze"), ("after", "freeze"), ("before", "save")])
+@pytest.mark.parametrize(
+    ("when", "point"),
+    [rare("before", "freeze"), ("after", "freeze"), rare("before", "save")],
+)
 async def test_a_vmm_that_dies_while_it_hibernates_fails_its_vm_and_tells_every_waiting_call(
     service: HookedService, client: Client, when: str, point: str
 ) -> None:
@@ -119,12 +131,12 @@ async def test_a_vmm_that_dies_while_it_hibernates_fails_its_vm_and_tells_every_
     vm.destroy()
 
 
-@pytest.mark.parametrize("point", ["manifest", "release"])
+@pytest.mark.parametrize(("when", "point"), [("after", "manifest"), rare("before", "release")])
 def test_a_vmm_that_dies_after_its_checkpoint_was_committed_is_not_missed(
-    service: HookedService, client: Client, point: str
+    service: HookedService, client: Client, when: str, point: str
 ) -> None:
     vm = make(client)
-    service.arm("after" if point == "manifest" else "before", point, KILL_VMM)
+    service.arm(when, point, KILL_VMM)
     assert vm.suspend()["state"] == "hibernated"
     assert service.fired
     service.check_nothing_left(vm)
@@ -148,7 +160,7 @@ def test_a_vmm_that_dies_before_the_checkpoint_is_spent_leaves_the_vm_hibernated
     vm.destroy()
 
 
-@pytest.mark.parametrize(("when", "point"), [("after", "spent of wake"), ("after", "cont")])
+@pytest.mark.parametrize(("when", "point"), [("after", "spent of wake"), rare("after", "cont")])
 def test_a_vmm_that_dies_after_the_checkpoint_was_spent_fails_the_vm(
     service: HookedService, client: Client, when: str, point: str
 ) -> None:
@@ -163,6 +175,7 @@ def test_a_vmm_that_dies_after_the_checkpoint_was_spent_fails_the_vm(
     vm.destroy()
 
 
+@pytest.mark.slow
 def test_a_vmm_that_dies_while_its_vm_boots_fails_it_again_and_it_boots_at_the_next_try(
     service: HookedService, client: Client
 ) -> None:
