@@ -6,6 +6,7 @@ Names, arguments and results of `guest/supervisor.py`'s table; nothing of the ch
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final, Literal, cast
 
@@ -20,9 +21,10 @@ _LIST_BYTES: Final = 1 << 20
 _OUTPUT_BYTES: Final = 16 << 20
 
 
-class Operations:
+class Operations(ABC):
     """The calls that a supervisor answers; see `AgentLink` for what they raise."""
 
+    @abstractmethod
     async def call(
         self,
         op: str,
@@ -33,7 +35,6 @@ class Operations:
         max_body_bytes: int = 0,
     ) -> Reply:
         """Makes one call; `AgentLink` does."""
-        raise NotImplementedError
 
     async def configure(
         self,
