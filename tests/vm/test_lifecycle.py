@@ -156,7 +156,7 @@ def seconds(moment: str) -> float:
 
 
 @pytest.mark.parametrize(("mode", "state"), [("hibernate", "hibernated"), ("pause", "paused")])
-async def test_an_idle_vm_goes_to_rest_by_itself_and_the_next_command_wakes_it(
+async def test_an_idle_vm_goes_to_rest_however_often_it_is_polled_and_the_next_command_wakes_it(
     client: Client, mode: str, state: str
 ) -> None:
     vm = client.create(idle_seconds=5, idle_mode=mode)
@@ -170,32 +170,30 @@ async def test_an_idle_vm_goes_to_rest_by_itself_and_the_next_command_wakes_it(
         vm.destroy()
 
 
-async def test_a_running_job_and_what_it_leaves_behind_keep_an_idle_vm_awake(client: Client) -> None:
+async def test_a_running_job_and_what_one_left_behind_keep_an_idle_vm_awake(client: Client) -> None:
     """Waiting out more than the idle time is the subject here."""
-    vm = client.create(idle_seconds=5)
+    busy, haunted = client.create(idle_seconds=5), client.create(idle_seconds=5)
     try:
-        job_id = vm.start("(sleep 3600 &) ; exec sleep 7")
-        assert "hibernates_at" not in vm.status
-        assert (await vm.acall("vm_job_status", job_id=job_id, wait_seconds=30))["state"] == "completed"
-        await trio.sleep(6)
-        assert vm.state == "running"
-        vm.call("vm_job_cancel", job_id=job_id)
-        await until(lambda: vm.state == "hibernated")
+        jobs = [busy.start("sleep 3600"), haunted.run("sleep 3600 > /dev/null 2>&1 &")["job_id"]]
+        assert "hibernates_at" not in busy.status
+        assert "hibernates_at" not in haunted.status
+        await trio.sleep(7)
+        assert [busy.state, haunted.state] == ["running", "running"]
+        for vm, job_id in zip((busy, haunted), jobs, strict=True):
+            vm.call("vm_job_cancel", job_id=job_id)
+        await until(lambda: [busy.state, haunted.state] == ["hibernated", "hibernated"])
     finally:
-        vm.destroy()
+        busy.destroy()
+        haunted.destroy()
 
 
-async def test_polling_neither_wakes_a_vm_nor_keeps_it_awake(client: Client) -> None:
-    vm = client.create(idle_seconds=5)
-    try:
-        job = vm.run("echo done")
-        await until(lambda: vm.state == "hibernated")  # asked many times a second
-        assert client.call("vm_list")["vms"]
-        assert vm.call("vm_job_status", job_id=job["job_id"], wait_seconds=0)["state"] == "completed"
-        assert vm.call("vm_job_output", job_id=job["job_id"])["stdout"] == "done\n"
-        assert vm.state == "hibernated"
-    finally:
-        vm.destroy()
+def test_polling_wakes_nothing_and_serves_what_a_finished_job_printed(vm: Machine) -> None:
+    job = vm.run("echo done")
+    vm.suspend()
+    assert vm.client.call("vm_list")["vms"]
+    assert vm.call("vm_job_status", job_id=job["job_id"])["state"] == "completed"
+    assert vm.call("vm_job_output", job_id=job["job_id"])["stdout"] == "done\n"
+    assert vm.state == "hibernated"
 
 
 def test_a_cold_boot_over_a_valid_checkpoint_needs_to_be_told_to_discard_it(vm: Machine) -> None:
