@@ -75,9 +75,16 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE_DIR, help="default: %(default)s")
     parser.add_argument("--port", type=int, help="of 127.0.0.1; default: the configuration's, else 8090")
+    parser.add_argument(
+        "--volume-gib",
+        type=int,
+        help=f"size of a new XFS volume; default: {VOLUME_GIB}, or less where the disk has less",
+    )
     options = parser.parse_args()
     if options.port is not None and not 1 <= options.port <= 65535:
         parser.error("--port is 1 to 65535")
+    if options.volume_gib is not None and options.volume_gib < SMALLEST_VOLUME_GIB:
+        parser.error(f"--volume-gib is at least {SMALLEST_VOLUME_GIB}")
     options.state_dir = options.state_dir.absolute()
     return options
 
@@ -89,7 +96,7 @@ def _run(options: argparse.Namespace) -> None:
         with _timed("image_s", timings):
             digest = build_image(settings.image, progress=say).digest
         with _timed("volume_s", timings):
-            _make_volume(settings)
+            _make_volume(settings, options.volume_gib)
         with _timed("start_s", timings):
             running = _ensure_running(settings, config, digest)
         token_file = _ensure_token(settings)
@@ -167,7 +174,7 @@ def _limits() -> str:
     return "none"
 
 
-def _make_volume(settings: Settings) -> None:
+def _make_volume(settings: Settings, wanted_gib: int | None) -> None:
     backing = settings.state_dir / "volume.xfs"
     if not backing.exists():
         settings.vm_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,18 +184,18 @@ def _make_volume(settings: Settings) -> None:
             say(f"{settings.vm_dir} makes no reflinks: making an XFS volume in {backing}")
         else:
             return
-    if make_loop_volume(backing, settings.vm_dir, _volume_gib(settings.state_dir) * GIB):
+    if make_loop_volume(backing, settings.vm_dir, _volume_gib(settings.state_dir, wanted_gib) * GIB):
         say(f"mounted {backing} at {settings.vm_dir}")
     check_reflink(settings.vm_dir)
 
 
-def _volume_gib(directory: Path) -> int:
+def _volume_gib(directory: Path, wanted_gib: int | None) -> int:
     if (directory / "volume.xfs").exists():
         return VOLUME_GIB  # an existing volume keeps its size
     free_gib = shutil.disk_usage(directory).free // GIB
-    size_gib = min(VOLUME_GIB, free_gib - LEFT_FREE_GIB)
-    if size_gib < SMALLEST_VOLUME_GIB:
-        needed = SMALLEST_VOLUME_GIB + LEFT_FREE_GIB
+    size_gib = min(wanted_gib or VOLUME_GIB, free_gib - LEFT_FREE_GIB)
+    if size_gib < (wanted_gib or SMALLEST_VOLUME_GIB):
+        needed = (wanted_gib or SMALLEST_VOLUME_GIB) + LEFT_FREE_GIB
         raise FailedError(
             f"{directory} has {free_gib} GiB free and {needed} GiB are needed; free some, choose another "
             "--state-dir, or mount an XFS or Btrfs volume and name it as vm_dir in the configuration"
