@@ -7,25 +7,30 @@ which do the work.
 
 from __future__ import annotations
 
+import errno
+import socket
 import sys
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from microvm.cli import options
-from microvm.cli.client import Client, UsageError, find_endpoint
-from microvm.cli.console import print_facts, print_json, print_line
-from microvm.errors import RequestError
-from microvm.model import NAME_PATTERN, Quota
+from microvm.cli.client import Client, Endpoint, UsageError, find_endpoint
+from microvm.cli.console import print_facts, print_json, print_line, print_table
+from microvm.errors import CapacityError, HostError, RequestError
+from microvm.model import NAME_PATTERN, Quota, Workspace
 
 if TYPE_CHECKING:
     from microvm.daemon.settings import Settings
 
 DEFAULT_RECIPE: Final = Path(__file__).resolve().parents[2] / "image" / "recipe.toml"
 
+BOUNDS: Final = ("max_vms", "max_memory_mib", "max_storage_gib")
+
+workspaces_app = typer.Typer(help="See workspaces and change their bounds.", no_args_is_help=True)
 image_app = typer.Typer(help="Build what VMs boot from.", no_args_is_help=True)
 
 StateDir = Annotated[
@@ -37,7 +42,9 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to the program's top level."""
     app.command("serve")(serve)
     app.command("issue-token")(issue_token)
+    app.command("revoke-token")(revoke_token)
     app.command("revoke-workspace")(revoke_workspace)
+    app.add_typer(workspaces_app, name="workspaces")
     app.command("doctor")(doctor)
     app.command("openapi")(openapi)
 
@@ -99,15 +106,35 @@ def issue_token(
         print_line(f"token {issued.token_id} for {workspace} in {output}, valid until {expires_at}")
 
 
-def revoke_workspace(
-    workspace: Annotated[str | None, typer.Argument(metavar="WORKSPACE", help="Its name.")] = None,
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As issue-token printed it.")],
     *,
-    workspace_option: Annotated[str | None, typer.Option("--workspace", help="The same.")] = None,
     state_dir: StateDir = None,
     config: options.Config = None,
     json: options.Json = False,
 ) -> None:
-    """End every access of a workspace, for good; its VMs and jobs stay."""
+    """End one token; its workspace, VMs and jobs stay."""
+    from microvm.store import open_registry
+
+    with open_registry(_settings(config, state_dir).state_dir) as registry:
+        token = registry.revoke_token(token_id)
+    if json:
+        print_json({"token_id": token_id, "workspace": token.workspace_id, "revoked": True})
+    else:
+        print_line(f"{token_id} of {token.workspace_id} is revoked")
+
+
+def revoke_workspace(
+    workspace: Annotated[str | None, typer.Argument(metavar="WORKSPACE", help="Its name.")] = None,
+    *,
+    workspace_option: Annotated[str | None, typer.Option("--workspace", help="The same.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="Also kill its running VMs at once.")] = False,
+    destroy: Annotated[bool, typer.Option("--destroy", help="Also delete its VMs.")] = False,
+    state_dir: StateDir = None,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """End every access of a workspace, for good; its VMs and jobs stay, unless told otherwise."""
     name = workspace or workspace_option
     if name is None or (workspace and workspace_option and workspace != workspace_option):
         raise UsageError("name one workspace")
@@ -116,10 +143,109 @@ def revoke_workspace(
 
     with open_registry(settings.state_dir) as registry:
         registry.revoke_workspace(name)
+    ended = end_vms(settings, name, destroy=destroy) if stop or destroy else {}
     if json:
-        print_json({"workspace": name, "revoked": True})
+        print_json({"workspace": name, "revoked": True, **ended})
     else:
         print_line(f"{name} is revoked: none of its tokens works, and it gets no new ones")
+        for what, vm_ids in ended.items():
+            print_line(f"{what.replace('_', ' ')}: {', '.join(vm_ids) or 'none'}")
+
+
+def end_vms(settings: Settings, workspace: str, *, destroy: bool) -> dict[str, list[str]]:
+    """Ends the VMs of a revoked workspace, now if the service runs, else at its next start.
+
+    Returns:
+        What was done, and to which VMs.
+
+    Raises:
+        MicrovmError: The service is starting or ending, or could not do it.
+    """
+    from microvm.host.files import hold_lock
+    from microvm.store import open_registry
+
+    if _listens(settings.admin_socket):
+        with Client(Endpoint("http://localhost", socket=settings.admin_socket)) as client:
+            body = {"workspace": workspace, "destroy": destroy}
+            return client.post("/v1/admin/end-workspace", body)
+    try:
+        # No VMM lives without the service, and with its lock held none begins.
+        with hold_lock(settings.state_dir / "service.lock"), open_registry(settings.state_dir) as registry:
+            if not destroy:
+                return {"stopped": []}
+            return {"destroyed_at_next_start": registry.condemn_vms(workspace)}
+    except HostError as error:
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        raise CapacityError(
+            "draining",
+            "the workspace is revoked, but the service is starting or ending: run this again for its VMs",
+        ) from error
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody takes connections there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+@workspaces_app.command("list")
+def workspaces_list(
+    *, state_dir: StateDir = None, config: options.Config = None, json: options.Json = False
+) -> None:
+    """List every workspace with its bounds."""
+    from microvm.store import open_registry
+
+    with open_registry(_settings(config, state_dir).state_dir) as registry:
+        rows = [_facts_of(workspace) for workspace in registry.workspaces()]
+    if json:
+        print_json({"workspaces": rows})
+    else:
+        columns = ["workspace", "revoked", "allow_network", *BOUNDS]
+        print_table(columns, ([row[column] for column in columns] for row in rows))
+
+
+@workspaces_app.command("set")
+def workspaces_set(
+    workspace: Annotated[str, typer.Argument(metavar="WORKSPACE", help="Its name.")],
+    *,
+    allow_network: Annotated[
+        bool | None, typer.Option("--allow-network/--deny-network", help="Whether VMs may have one.")
+    ] = None,
+    max_vms: Annotated[int | None, typer.Option(min=0, help="VMs that it may keep.")] = None,
+    max_memory_mib: Annotated[int | None, typer.Option(min=0, help="RAM of its VMs awake.")] = None,
+    max_storage_gib: Annotated[int | None, typer.Option(min=0, help="Storage of all its VMs.")] = None,
+    state_dir: StateDir = None,
+    config: options.Config = None,
+    json: options.Json = False,
+) -> None:
+    """Change a workspace's bounds; they hold from the next request, and take nothing away that is there."""
+    given = {
+        "allow_network": allow_network,
+        "max_vms": max_vms,
+        "max_memory_mib": max_memory_mib,
+        "max_storage_gib": max_storage_gib,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise UsageError("say what to change")
+    from microvm.store import open_registry
+
+    with open_registry(_settings(config, state_dir).state_dir) as registry:
+        facts = _facts_of(registry.set_workspace(workspace, **changes))
+    if json:
+        print_json(facts)
+    else:
+        print_facts(facts)
+
+
+def _facts_of(workspace: Workspace) -> dict[str, Any]:
+    return {
+        "workspace": workspace.workspace_id,
+        "revoked": workspace.revoked,
+        "allow_network": workspace.allow_network,
+        **{name: getattr(workspace.quota, name) for name in BOUNDS},
+    }
 
 
 def doctor(*, config: options.Config = None, json: options.Json = False) -> None:

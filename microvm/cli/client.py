@@ -11,10 +11,12 @@ as: the token of `--token-file` or MICROVM_TOKEN_FILE; without one, root is the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, cast
+from urllib.parse import quote
 
 import httpx2
 
@@ -23,10 +25,23 @@ from microvm.errors import STATUS_OF_CODE, CapacityError, MicrovmError, RequestE
 # Any answer of the service stays under 60 s (its contract, §11); the rest is for a loaded host.
 TIMEOUT_S: Final = 90.0
 CONNECT_TIMEOUT_S: Final = 10.0
+# A transfer has no such bound; its longest silence is a guest's that writes its caches out (fleet.transfer).
+TRANSFER_TIMEOUT_S: Final = 150.0
 
 
 class UsageError(Exception):
     """The command line cannot be carried out as written; exit code 2."""
+
+
+class CutError(MicrovmError):
+    """A download ended before its end; what came is good."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("no_capacity", message, retry_after_s=1.0)
+
+
+class BeyondEndError(RequestError):
+    """The file has no byte of the wanted range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +153,82 @@ class Client:
         """A JSON document of the service."""
         return self._ask("GET", path, None)
 
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a route that takes a JSON object."""
+        return self._ask("POST", path, body)
+
+    def upload(self, path: str, content: Iterable[bytes], params: Mapping[str, str]) -> dict[str, Any]:
+        """Sends a body of any length, as it comes, and returns the answer.
+
+        Raises:
+            MicrovmError: The service's own error, or that it cannot be reached; nothing was changed.
+        """
+        with self._lost():
+            response = self._http.put(path, content=content, params=params, timeout=_TRANSFER)
+        return _result(response)
+
+    @contextmanager
+    def download(self, path: str, headers: Mapping[str, str]) -> Generator[httpx2.Response]:
+        """An answer of any length, to be read in the block.
+
+        Raises:
+            MicrovmError: The service's own error, before the block.
+            CutError: The connection was lost in the block.
+        """
+        begun = False
+        try:
+            with (
+                self._lost(),
+                self._http.stream("GET", path, headers=dict(headers), timeout=_TRANSFER) as response,
+            ):
+                if not response.is_success:
+                    response.read()
+                    _result(response)
+                begun = True
+                yield response
+        except CapacityError as error:
+            if begun and error.code == "no_capacity":
+                raise CutError(error.message) from None
+            raise
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        with self._lost():
+            response = self._http.request(method, path, json=body)
+        return _result(response)
+
+    @contextmanager
+    def _lost(self) -> Generator[None]:
+        """Tells what went wrong with the connection."""
         name = self.endpoint.name
         try:
-            response = self._http.request(method, path, json=body)
+            yield
         except httpx2.ConnectError as error:
             raise _unreachable(
                 f"no service answers at {name} ({error}); start it with `microvm serve`"
             ) from None
         except httpx2.TimeoutException:
-            raise _unreachable(f"{name} did not answer within {TIMEOUT_S:g} s") from None
+            raise _unreachable(f"{name} did not answer in time") from None
         except httpx2.HTTPError as error:
             raise _unreachable(f"the connection to {name} was lost: {error}") from None
-        return _result(response)
+
+
+_TRANSFER: Final = httpx2.Timeout(TRANSFER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+
+
+def raw_path(vm_id: str, kind: str, path: str) -> str:
+    """The route of a file or an archive.
+
+    Args:
+        vm_id: The VM.
+        kind: "files" or "archive".
+        path: Below /workspace, or beginning with it.
+    """
+    below = (
+        path.removeprefix("/workspace") if path == "/workspace" or path.startswith("/workspace/") else path
+    )
+    if below.startswith("/") and below == path:
+        raise RequestError("invalid_argument", "the path must lie below /workspace")
+    return f"/v1/vms/{quote(vm_id, safe='')}/{kind}/{quote(below.lstrip('/'), safe='/')}"
 
 
 def _unreachable(message: str) -> CapacityError:
@@ -170,6 +248,8 @@ def _result(response: httpx2.Response) -> dict[str, Any]:
     fields = cast(dict[str, Any], error)
     code = str(fields.get("code"))
     message = str(fields.get("message", ""))
+    if response.status_code == 416:
+        raise BeyondEndError("invalid_argument", message)
     if code not in STATUS_OF_CODE:
         raise MicrovmError("internal", f"{code}: {message}")
     detail = fields.get("detail")

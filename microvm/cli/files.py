@@ -1,20 +1,21 @@
-"""`vm read` and `vm write`: files of any size over calls of at most 128 KiB.
+"""`vm read` and `vm write`: files of any size.
 
-Promises exact bytes. A file that fits one call is replaced atomically; a larger one is written in place,
-call by call, and a failure leaves the part that was written. It must not interpret paths: the guest does.
-Neighbour: `vm`.
+Promises exact bytes. A file is replaced when all of it has arrived, or not at all; only with an offset it is
+written in place, call by call, and a failure leaves the part that was written. It must not interpret paths:
+the guest does. Neighbours: `vm`, and `copies`, which moves files and directories between names.
 """
 
 from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from microvm.cli.client import Client, UsageError
+from microvm.cli.client import BeyondEndError, Client, UsageError, raw_path
 from microvm.cli.console import GuestOutput, print_json
 from microvm.errors import RequestError
 from microvm.model import FILE_CALL_BYTES
@@ -49,7 +50,7 @@ def read(
         )
         return
     chunks = _chunks(client, vm_id, path, offset, length)
-    first = next(chunks, b"")  # an error of the first call leaves `to` as it was
+    first = next(chunks, b"")  # an error at the beginning leaves `to` as it was
     if to is None:
         sink = GuestOutput(sys.stdout)
         sink.write(first)
@@ -66,16 +67,16 @@ def read(
 
 
 def _chunks(client: Client, vm_id: str, path: str, offset: int, length: int | None) -> Iterator[bytes]:
-    while length is None or length > 0:
-        size = FILE_CALL_BYTES if length is None else min(length, FILE_CALL_BYTES)
-        arguments = {"vm_id": vm_id, "path": path, "offset": offset, "length": size, "encoding": "base64"}
-        result = client.call("vm_read_file", arguments)
-        data = base64.b64decode(result["content_base64"])
-        yield data
-        if result["eof"] or not data:
-            return
-        offset += len(data)
-        length = None if length is None else length - len(data)
+    if length == 0:
+        return
+    headers: dict[str, str] = {}
+    if offset or length is not None:
+        headers["Range"] = f"bytes={offset}-{'' if length is None else offset + length - 1}"
+    try:
+        with client.download(raw_path(vm_id, "files", path), headers) as response:
+            yield from response.iter_raw()
+    except BeyondEndError:
+        return
 
 
 def write(client: Client, target: Target, *, source: Path, offset: int | None) -> dict[str, Any]:
@@ -93,12 +94,24 @@ def write(client: Client, target: Target, *, source: Path, offset: int | None) -
 
 def _write_from(client: Client, target: Target, file: BinaryIO, offset: int | None) -> dict[str, Any]:
     data = file.read(FILE_CALL_BYTES)
+    if offset is None:
+        more = file.read(FILE_CALL_BYTES)
+        if more:
+            return _upload(client, target, chain((data, more), iter(lambda: file.read(FILE_CALL_BYTES), b"")))
+        return _write_call(client, target, data, None, truncate=target.truncate)
     result = _write_call(client, target, data, offset, truncate=target.truncate)
-    position = (offset or 0) + len(data)
+    position = offset + len(data)
     while data := file.read(FILE_CALL_BYTES):
         result = _write_call(client, target, data, position, truncate=target.truncate)
         position += len(data)
     return result
+
+
+def _upload(client: Client, target: Target, content: Iterable[bytes]) -> dict[str, Any]:
+    params = {} if target.mode is None else {"mode": target.mode}
+    if target.make_parents is not None:
+        params["make_parents"] = "1" if target.make_parents else "0"
+    return client.upload(raw_path(target.vm_id, "files", target.path), content, params)
 
 
 def _write_call(

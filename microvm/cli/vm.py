@@ -2,7 +2,7 @@
 
 Promises that each command is the tool of its name with the same parameters, and prints the tool's own
 result with `--json`. It must not add behaviour that a client of the HTTP API could not have. Neighbours:
-`execute` and `files` hold the three commands that take more than one call.
+`execute`, `files` and `copies` hold those that take more than one call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from microvm.cli import execute, files, options
+from microvm.cli import copies, execute, files, options
 from microvm.cli.client import Client, find_endpoint
 from microvm.cli.console import print_facts, print_json, print_table
 
@@ -204,8 +204,11 @@ def output(
     """Print a job's output; with --json, one page of it."""
     cursor = {"stdout": stdout_cursor, "stderr": stderr_cursor}
     with connect(context) as client:
+        if not json and follow:
+            execute.follow_output(client, vm_id, job_id, cursor=cursor)
+            return
         if not json:
-            execute.copy_output(client, vm_id, job_id, cursor=cursor, follow=follow)
+            execute.copy_output(client, vm_id, job_id, cursor=cursor, follow=False)
             return
         arguments = {
             "vm_id": vm_id,
@@ -263,6 +266,38 @@ def write(
     target = files.Target(vm_id, path, mode=mode, make_parents=make_parents, truncate=truncate)
     with connect(context) as client:
         _show(files.write(client, target, source=source, offset=offset), as_json=json)
+
+
+@app.command("push")
+def push(
+    context: typer.Context,
+    vm_id: options.VmId,
+    source: Annotated[Path, typer.Argument(help="A file here; with -r a directory.")],
+    path: Annotated[str, typer.Argument(help="Below /workspace.")],
+    *,
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="What a directory holds, into one.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Copy a file or a directory into a guest; it takes effect when all of it has arrived."""
+    with connect(context) as client:
+        _show(copies.push(client, vm_id, source, path, recursive=recursive), as_json=json)
+
+
+@app.command("pull")
+def pull(
+    context: typer.Context,
+    vm_id: options.VmId,
+    path: Annotated[str, typer.Argument(help="Below /workspace.")],
+    target: Annotated[Path, typer.Argument(help="A name here; with -r a new one.")],
+    *,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="A whole directory.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Copy a guest's file or directory here; a cut download goes on where it ended."""
+    with connect(context) as client:
+        _show(copies.pull(client, vm_id, path, target, recursive=recursive), as_json=json)
 
 
 @app.command("suspend")

@@ -62,8 +62,8 @@ class Transfers:
             tag: Of the file that was looked at.
         """
         args = {"path": path, "offset": offset, "length": length, "tag": tag}
-        async with self._call("read_file", args) as call:
-            yield _pieces(call)
+        async with self._call("read_file", args) as call, contextlib.aclosing(_pieces(call)) as pieces:
+            yield pieces
 
     @contextlib.asynccontextmanager
     async def read_archive(self, path: str) -> AsyncGenerator[Bytes]:
@@ -71,8 +71,11 @@ class Transfers:
         async with self._driver.use() as live:
             await live.link.call("read_archive", {"path": path, "look": True}, timeout_s=CALL_TIMEOUT_S)
         # Not within that use: a suspension that came meanwhile waits for it, and the next use for that.
-        async with self._call("read_archive", {"path": path}) as call:
-            yield _pieces(call)
+        async with (
+            self._call("read_archive", {"path": path}) as call,
+            contextlib.aclosing(_pieces(call)) as pieces,
+        ):
+            yield pieces
 
     async def write_file(
         self, path: str, body: AsyncIterable[bytes], *, size: int | None, mode: str, make_parents: bool

@@ -144,6 +144,17 @@ class Registry:
             db.execute("UPDATE workspaces SET revoked = 1 WHERE workspace_id = ?", (workspace,))
             return self._existing(workspace)
 
+    def condemn_vms(self, workspace: str) -> list[str]:
+        """Has the next start of the service remove every VM of a workspace; returns their ids.
+
+        Must not be called while the service runs, which is the only writer of its VMs.
+        """
+        with transaction(self._db) as db:
+            found = db.execute(
+                "UPDATE vms SET state = 'destroying' WHERE workspace_id = ? RETURNING vm_id", (workspace,)
+            )
+            return sorted(row[0] for row in found.fetchall())
+
     def set_workspace(self, workspace: str, **changes: int | bool | None) -> Workspace:
         """Changes the policy of a workspace.
 

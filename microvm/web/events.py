@@ -50,11 +50,10 @@ def encode_change(change: Change, principal: Principal) -> bytes:
 class _Events(ResponseBody):
     """The stream; a class, since no scope may live across a `yield`."""
 
-    def __init__(self, listener: Listener, principal: Principal, permit: Pass, closing: trio.Event) -> None:
+    def __init__(self, listener: Listener, principal: Principal, permit: Pass) -> None:
         self._listener = listener
         self._principal = principal
         self._permit = permit
-        self._closing = closing
         self._first: bytes | None = (
             b": some events before these are not kept any more\n\n" if listener.missed else b": hello\n\n"
         )
@@ -74,21 +73,37 @@ class _Events(ResponseBody):
         first, self._first = self._first, None
         if first is not None:
             return first
-        if self._closing.is_set() or not self._permit.holds:
-            raise StopAsyncIteration
         change: Change | None = None
         with trio.move_on_after(SILENCE_S):
             try:
                 change = await self._listener.receive()
             except (trio.EndOfChannel, trio.ClosedResourceError):
                 raise StopAsyncIteration from None
+        if not self._permit.holds:
+            raise StopAsyncIteration
         return b": nothing new\n\n" if change is None else encode_change(change, self._principal)
 
 
-def answer_events(listener: Listener, principal: Principal, permit: Pass, closing: trio.Event) -> Response:
-    """The stream of what `listener` hears; it ends when the service does or the caller's token."""
+async def _end_with(closing: trio.Event, listener: Listener) -> None:
+    await closing.wait()
+    listener.close()
+
+
+def answer_events(
+    listener: Listener, principal: Principal, permit: Pass, closing: trio.Event, nursery: trio.Nursery
+) -> Response:
+    """The stream of what `listener` hears; it ends when the service does or the caller's token.
+
+    Args:
+        listener: Belongs to the stream from now on.
+        principal: The caller.
+        permit: How long the caller may listen.
+        closing: The service's end.
+        nursery: The request's.
+    """
+    nursery.start_soon(_end_with, closing, listener)
     response = Response(
-        _Events(listener, principal, permit, closing),
+        _Events(listener, principal, permit),
         status=200,
         headers={"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"},
         content_type="text/event-stream",

@@ -128,7 +128,8 @@ def _add_events(app: QuartTrio, access: Access, streams: StreamApi, closing: tri
             all_workspaces=_flag("all", default=False),
             after=parse_last_id(request.headers.get("Last-Event-ID")),
         )
-        return answer_events(listener, principal(), _permit(access, request), closing)
+        nursery = cast("dict[str, Any]", request.scope)[NURSERY]
+        return answer_events(listener, principal(), _permit(access, request), closing, nursery)
 
     _ = events
 

@@ -15,7 +15,7 @@ from collections.abc import (
     Generator,
     Mapping,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ TOKENS = {
 }
 
 
-def _record(workspace: str) -> VmRecord:
+def make_record(workspace: str) -> VmRecord:
     return VmRecord(
         VmId(VM_ID),
         WorkspaceId(workspace),
@@ -96,7 +96,7 @@ class FleetDouble:
     def _own(self, p: Principal, vm_id: str) -> VmView:
         if vm_id != VM_ID or p.workspace_id != "alice":
             raise RequestError("not_found", "there is no such VM")
-        return VmView(_record("alice"), disk_used_mib=12.5, hibernates_at=300.0, pid=7)
+        return VmView(make_record("alice"), disk_used_mib=12.5, hibernates_at=300.0, pid=7)
 
     def _job(self, job_id: str = JOB_ID) -> JobRecord:
         if job_id != JOB_ID:
@@ -121,7 +121,7 @@ class FleetDouble:
 
     def list_vms(self, p: Principal, *, all_workspaces: bool) -> list[VmView]:
         self.calls.append(("list_vms", {"all_workspaces": all_workspaces}))
-        return [VmView(_record("alice"), 1.0)] if p.workspace_id == "alice" or all_workspaces else []
+        return [VmView(make_record("alice"), 1.0)] if p.workspace_id == "alice" or all_workspaces else []
 
     def status(self, p: Principal, vm_id: str) -> tuple[VmView, list[JobRecord]]:
         return self._own(p, vm_id), [self._job()]
@@ -224,7 +224,7 @@ class StreamDouble:
 
     Attributes:
         content: The file.
-        wrong: Raised behind the bytes of the file or archive, as a guest does that saw it change.
+        wrong: Raised instead of the last bytes of the file or archive, as a guest does that saw it change.
         reading: How many reads are open now.
         taken: Bytes of the upload that were taken off the connection so far.
         hold: Awaited before each piece of an upload.
@@ -275,13 +275,16 @@ class StreamDouble:
     async def _reading(self, data: bytes) -> AsyncGenerator[AsyncIterator[bytes]]:
         self.reading += 1
         try:
-            yield self._pieces(data)
+            async with aclosing(self._pieces(data)) as pieces:
+                yield pieces
         finally:
             self.reading -= 1
 
     async def _pieces(self, data: bytes) -> AsyncGenerator[bytes]:
         for at in range(0, len(data), PIECE):
             await trio.lowlevel.checkpoint()
+            if self.wrong is not None and at + PIECE >= len(data):
+                raise self.wrong
             yield data[at : at + PIECE]
         if self.wrong is not None:
             raise self.wrong

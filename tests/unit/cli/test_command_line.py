@@ -9,13 +9,16 @@ import os
 from pathlib import Path
 
 import pytest
+import trio
 
 from microvm.cli import options
 from microvm.cli.app import run
 from microvm.cli.client import Endpoint, UsageError, find_endpoint
 from microvm.cli.console import GuestOutput, strip_control
 from microvm.errors import RequestError
-from microvm.store import open_registry
+from microvm.host.files import hold_lock
+from microvm.model import VmId, VmRecord, VmSpec, VmState, WorkspaceId
+from microvm.store import open_registry, open_store
 
 Capture = pytest.CaptureFixture[str]
 
@@ -164,6 +167,75 @@ def test_a_revoked_workspace_gets_no_token(tmp_path: Path) -> None:
 
 def test_an_unknown_workspace_cannot_be_revoked(tmp_path: Path) -> None:
     assert run(["revoke-workspace", "nobody", "--state-dir", str(tmp_path / "state")]) == 1
+
+
+def test_a_revoked_token_works_no_more_and_others_do(tmp_path: Path, capsys: Capture) -> None:
+    assert issue(tmp_path, "t1", "--json") == 0
+    token_id = json.loads(capsys.readouterr().out)["token_id"]
+    assert issue(tmp_path, "t2") == 0
+    state = str(tmp_path / "state")
+    assert run(["revoke-token", token_id, "--state-dir", state]) == 0
+    assert run(["revoke-token", token_id, "--state-dir", state]) == 0
+    with open_registry(tmp_path / "state") as registry:
+        assert sorted(token.revoked for token in registry.tokens("a")) == [False, True]
+    assert run(["revoke-token", "tok_nobody", "--state-dir", state]) == 1
+
+
+def test_bounds_of_a_workspace_are_listed_and_changed(tmp_path: Path, capsys: Capture) -> None:
+    assert issue(tmp_path, "t1", "--max-vms", "3") == 0
+    state = str(tmp_path / "state")
+    assert run(["workspaces", "set", "a", "--max-vms", "5", "--state-dir", state]) == 0
+    assert run(["workspaces", "set", "a", "--state-dir", state]) == 2
+    assert run(["workspaces", "set", "nobody", "--max-vms", "5", "--state-dir", state]) == 1
+    capsys.readouterr()
+    assert run(["workspaces", "list", "--state-dir", state, "--json"]) == 0
+    listed = {row["workspace"]: row for row in json.loads(capsys.readouterr().out)["workspaces"]}
+    assert (listed["a"]["max_vms"], listed["a"]["revoked"]) == (5, False)
+
+
+def put_vm(state: Path, vm_id: str, workspace: str) -> None:
+    record = VmRecord(
+        VmId(vm_id), WorkspaceId(workspace), VmState.HIBERNATED, since=1.0, created_at=1.0, spec=VmSpec()
+    )
+
+    async def put() -> None:
+        async with open_store(state) as store:
+            await store.insert_vm(record)
+
+    trio.run(put)
+
+
+def states_of(state: Path) -> dict[str, str]:
+    async def load() -> dict[str, str]:
+        async with open_store(state) as store:
+            return {vm.vm_id: vm.state.value for vm in (await store.load()).vms}
+
+    return trio.run(load)
+
+
+def test_without_a_service_a_workspaces_vms_go_at_the_next_start(tmp_path: Path, capsys: Capture) -> None:
+    state = tmp_path / "state"
+    assert issue(tmp_path, "t1") == 0
+    with open_registry(state) as registry:
+        registry.issue_token("b")
+    put_vm(state, "vm_a", "a")
+    put_vm(state, "vm_b", "b")
+    assert run(["revoke-workspace", "a", "--stop", "--state-dir", str(state)]) == 0
+    assert states_of(state) == {"vm_a": "hibernated", "vm_b": "hibernated"}
+    capsys.readouterr()
+    assert run(["revoke-workspace", "a", "--destroy", "--state-dir", str(state), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["destroyed_at_next_start"] == ["vm_a"]
+    assert states_of(state) == {"vm_a": "destroying", "vm_b": "hibernated"}
+
+
+def test_vms_are_left_alone_while_a_service_starts_or_ends(tmp_path: Path, capsys: Capture) -> None:
+    state = tmp_path / "state"
+    assert issue(tmp_path, "t1") == 0
+    put_vm(state, "vm_a", "a")
+    with hold_lock(state / "service.lock"):
+        assert run(["revoke-workspace", "a", "--destroy", "--state-dir", str(state)]) == 1
+    assert "run this again" in capsys.readouterr().err
+    assert states_of(state) == {"vm_a": "hibernated"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -173,45 +176,126 @@ def test_output_with_json_is_one_page_of_the_tool(service: Service) -> None:
 def test_files_larger_than_a_call_travel_both_ways(
     service: Service, tmp_path: Path, capfdbinary: BinaryCapture
 ) -> None:
-    stored = bytearray()
-
-    def write(arguments: dict[str, Any]) -> Answer:
-        if "offset" not in arguments:
-            stored.clear()
-        assert arguments.get("offset", 0) == len(stored)
-        stored.extend(base64.b64decode(arguments["content_base64"]))
-        return 200, {"size": len(stored), "sha256": "x"}
-
-    def read(arguments: dict[str, Any]) -> Answer:
-        data = bytes(stored[arguments["offset"] :][: arguments["length"]])
-        eof = arguments["offset"] + len(data) == len(stored)
-        return 200, {"content_base64": base64.b64encode(data).decode(), "eof": eof, "size": len(stored)}
-
-    service.answers |= {"vm_write_file": write, "vm_read_file": read}
     source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * 1500)
-    assert service.run("write", "vm_a", "a/b", str(source), "--mode", "0600") == 0
-    assert bytes(stored) == source.read_bytes()
-    assert service.calls[0][1]["mode"] == "0600"
+    assert service.run("write", "vm_a", "/workspace/a b", str(source), "--mode", "0600") == 0
+    assert service.raw["/v1/vms/vm_a/files/a%20b?mode=0600"] == source.read_bytes()
+    service.raw["/v1/vms/vm_a/files/a%20b"] = source.read_bytes()
     capfdbinary.readouterr()
-    assert service.run("read", "vm_a", "a/b") == 0
+    assert service.run("read", "vm_a", "a b") == 0
     assert capfdbinary.readouterr().out == source.read_bytes()
-    assert (
-        service.run("read", "vm_a", "a/b", "--offset", "10", "--length", "200000", "-o", str(tmp_path / "t"))
-        == 0
-    )
+    target = str(tmp_path / "t")
+    assert service.run("read", "vm_a", "a b", "--offset", "10", "--length", "200000", "-o", target) == 0
     assert (tmp_path / "t").read_bytes() == source.read_bytes()[10:200010]
+    assert service.run("read", "vm_a", "a b", "--offset", "999999", "-o", target) == 0
+    assert (tmp_path / "t").read_bytes() == b""
+
+
+def test_a_small_file_is_one_call_of_the_tool(service: Service, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"x" * 131072)
+    assert service.run("write", "vm_a", "f", str(source)) == 0
+    [(tool, arguments)] = service.calls
+    assert (tool, base64.b64decode(arguments["content_base64"])) == ("vm_write_file", source.read_bytes())
+
+
+def test_a_large_write_at_an_offset_goes_on_call_by_call(service: Service, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"x" * 200_000)
+    assert service.run("write", "vm_a", "f", str(source), "--offset", "5") == 0
+    assert [arguments["offset"] for _, arguments in service.calls] == [5, 131077]
 
 
 def test_a_failed_read_leaves_the_local_file_alone(service: Service, tmp_path: Path) -> None:
-    def missing(_: dict[str, Any]) -> Answer:
-        return 404, {"error": {"code": "not_found", "message": "no such file"}}
-
-    service.answers["vm_read_file"] = missing
     target = tmp_path / "t"
     target.write_bytes(b"old")
     assert service.run("read", "vm_a", "x", "-o", str(target)) == 1
+    assert service.run("pull", "vm_a", "x", str(target)) == 1
     assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+
+
+def test_a_path_outside_the_workspace_is_refused_here(service: Service, tmp_path: Path) -> None:
+    assert service.run("pull", "vm_a", "/etc/passwd", str(tmp_path / "t")) == 1
+    assert service.ranges == []
+
+
+def test_a_pushed_file_keeps_its_mode_and_a_pulled_one_too(service: Service, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"#!/bin/sh")
+    source.chmod(0o750)
+    assert service.run("push", "vm_a", str(source), "bin/run") == 0
+    assert service.raw["/v1/vms/vm_a/files/bin/run?mode=0750"] == b"#!/bin/sh"
+    service.raw["/v1/vms/vm_a/files/bin/run"] = b"#!/bin/sh"
+    assert service.run("pull", "vm_a", "bin/run", str(tmp_path)) == 0
+    assert (tmp_path / "run").read_bytes() == b"#!/bin/sh"
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_cut_download_goes_on_where_it_ended(service: Service, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 4000
+    service.raw["/v1/vms/vm_a/files/f"] = content
+    service.cuts += [300_000, 1, 500_000]
+    assert service.run("pull", "vm_a", "f", str(tmp_path / "f")) == 0
+    assert (tmp_path / "f").read_bytes() == content
+    assert service.ranges == [None, "bytes=300000-", "bytes=300001-", "bytes=800001-"]
+
+
+def test_a_download_that_brings_nothing_is_given_up(service: Service, tmp_path: Path) -> None:
+    service.raw["/v1/vms/vm_a/files/f"] = b"x" * 1000
+    service.cuts += [10, 0, 0, 0, 0]
+    assert service.run("pull", "vm_a", "f", str(tmp_path / "f")) == 1
+    assert list(tmp_path.glob("*f*")) == []
+
+
+def tree_of(folder: Path) -> dict[str, Any]:
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_directories_travel_as_archives(service: Service, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep" / "er").mkdir(parents=True)
+    (source / "deep" / "er" / "f").write_bytes(os.urandom(100_000))
+    (source / "link").symlink_to("deep/er/f")
+    assert service.run("push", "vm_a", "-r", str(source), "there") == 0
+    service.raw["/v1/vms/vm_a/archive/there"] = service.raw["/v1/vms/vm_a/archive/there"]
+    assert service.run("pull", "vm_a", "-r", "there", str(tmp_path / "back")) == 0
+    assert tree_of(tmp_path / "back") == tree_of(source)
+    assert service.run("pull", "vm_a", "-r", "there", str(tmp_path / "back")) == 2
+    assert service.run("push", "vm_a", str(source), "there") == 2
+
+
+def evil(name: str, **facts: Any) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo(name)
+        for key, value in facts.items():
+            setattr(member, key, value)
+        archive.addfile(member)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        evil("../outside"),
+        evil("link", type=tarfile.SYMTYPE, linkname="/etc"),
+        evil("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
+        b"no archive at all" * 100,
+    ],
+)
+def test_a_guests_archive_does_nothing_outside_its_directory(
+    service: Service, tmp_path: Path, archive: bytes
+) -> None:
+    service.raw["/v1/vms/vm_a/archive/d"] = archive
+    (tmp_path / "in").mkdir()
+    assert service.run("pull", "vm_a", "-r", "d", str(tmp_path / "in" / "d")) == 1
+    assert list((tmp_path / "in").iterdir()) == []
+    assert not (tmp_path / "outside").exists()
 
 
 @pytest.mark.parametrize(
