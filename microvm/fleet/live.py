@@ -70,14 +70,13 @@ class Live:
     logs: Path
     host: Host
     ended: trio.Event = field(default_factory=trio.Event)
-    _continued: trio.Event = field(default_factory=trio.Event)
+    _watch: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the event that `cont` replaces
     _stood_still: bool = True  # the vCPUs stopped, or never ran, since the guest's clock was set
 
     async def cont(self) -> None:
         """Runs the vCPUs."""
         await self.vmm.cont()
-        self._continued.set()
-        self._continued = trio.Event()
+        self._watch.cancel(reason="the vCPUs run, and may stop themselves anew")
 
     async def halt(self) -> None:
         """Stops the vCPUs, frozen or not; `greet` knows what to do with either."""
@@ -87,12 +86,11 @@ class Live:
     async def watch_space(self, on_stop: Callable[[], None]) -> None:
         """Calls `on_stop` each time the VMM stops the vCPUs because the volume is full; never returns."""
         while True:
-            stopped = self.vmm.stopped_by_itself
-            await stopped.wait()
-            self._stood_still = True
-            on_stop()
-            while self.vmm.stopped_by_itself is stopped:
-                await self._continued.wait()
+            with trio.CancelScope() as self._watch:
+                await self.vmm.stopped_by_itself.wait()
+                self._stood_still = True
+                on_stop()
+                await trio.sleep_forever()
 
     async def greet(
         self,
