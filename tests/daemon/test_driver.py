@@ -366,8 +366,12 @@ async def test_a_bug_in_an_effect_fails_the_vm_and_nobody_waits_for_ever(
 ) -> None:
     rig = Rig(None, a_job(JobState.FROZEN))
     async with served(rig, monkeypatch) as nursery:
-        rig.effects.script.append("crash")
-        calls = [Call(nursery, rig.driver, event) for event in (Resume(), Resume(), None)]
+        rig.effects.script.append("hang then crash")
+        calls: list[Call] = []
+        for event in (Resume(), Resume(), None):
+            calls.append(Call(nursery, rig.driver, event))
+            await wait_all_tasks_blocked()
+        rig.effects.hold.set()
         for call in calls:
             await call.ended.wait()
         assert [call.error.code for call in calls if call.error] == ["internal", "internal", "vm_failed"]

@@ -303,6 +303,63 @@ async def _until(rig: Rig, vm_id: str, state: VmState) -> None:
         await trio.lowlevel.checkpoint()
 
 
+async def test_a_caller_that_goes_away_ends_its_waiting_and_never_the_work(house: House) -> None:
+    with trio.fail_after(LONG_S):
+        async with house.open() as rig:
+            await rig.create("template")
+            hold = house.kind.hold("load")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rig.create, "left")
+                await hold.reached.wait()
+                nursery.cancel_scope.cancel()
+            hold.release.set()
+            again = await rig.create("left")
+            assert again.record.state is VmState.RUNNING
+            assert len(rig.fleet.list_vms(ALICE, all_workspaces=False)) == 2
+
+
+async def test_a_destroy_takes_over_from_a_wake_that_hangs_and_gives_everything_back(house: House) -> None:
+    with trio.fail_after(LONG_S):
+        async with house.open() as rig:
+            vm_id = (await rig.create()).record.vm_id
+            await rig.suspend(vm_id)
+            hold = house.kind.hold("load")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(refused, "not_found", rig.read(vm_id, "f"))
+                await hold.reached.wait()
+                await rig.fleet.destroy(ALICE, vm_id)
+            assert rig.fleet.parts.room.use().vms == 0
+            assert list((house.root / "vms").iterdir()) == []
+
+
+async def test_an_idle_vm_goes_to_rest_by_itself_and_polling_neither_delays_nor_wakes_it(
+    house: House,
+) -> None:
+    with trio.fail_after(LONG_S):
+        async with house.open() as rig:
+            vm_id = (await rig.create(idle_seconds=0.5)).record.vm_id
+            job, _ = await rig.exec(vm_id, "true")
+            while rig.state(vm_id) != "hibernated":
+                await trio.lowlevel.checkpoint()
+                await rig.fleet.job_status(ALICE, vm_id, job.job_id, wait_seconds=0.0)
+            await rig.fleet.job_status(ALICE, vm_id, job.job_id, wait_seconds=0.0)
+            assert rig.state(vm_id) == "hibernated"
+            assert rig.fleet.status(ALICE, vm_id)[0].hibernates_at is None
+            assert await rig.stdout(vm_id, "echo on", "again") == "on\n"
+
+
+async def test_cancelling_a_frozen_job_wakes_its_vm_and_ends_it(house: House) -> None:
+    with trio.fail_after(LONG_S):
+        async with house.open() as rig:
+            vm_id = (await rig.create()).record.vm_id
+            job, _ = await rig.exec(vm_id, "exec sleep 1000", wait_seconds=0.0)
+            await rig.suspend(vm_id, SuspendMode.PAUSE, force=True)
+            ended = await rig.fleet.job_cancel(ALICE, vm_id, job.job_id)
+            assert ended.state is JobState.COMPLETED
+            assert ended.cancelled
+            assert rig.state(vm_id) == "running"
+
+
 # ---- room ----
 
 
