@@ -56,7 +56,7 @@ class Host:
 def bash_argv(command: bytes) -> tuple[list[bytes], int]:
     """The arguments that run `command`, and the descriptor that it needs open, -1 for none."""
     if len(command) <= INLINE_COMMAND_BYTES:
-        return [b"/bin/bash", b"-c", command], -1
+        return [b"/bin/bash", b"-c", b"--", command], -1  # a command may begin with a hyphen
     fd = os.memfd_create("command", os.MFD_CLOEXEC)
     # On the command's first line, so that the line numbers of bash's messages are the caller's.
     with os.fdopen(os.dup(fd), "wb") as out:

@@ -49,7 +49,10 @@ class Request:
 
 def shell_command(words: list[str]) -> str:
     """One word is a script as it stands; several are a program and its arguments, quoted."""
-    words = words[words[:1] == ["--"] :]  # `vm exec VM -- COMMAND`: the VM ended the options already
+    if words[:1] == ["--"]:  # `vm exec VM -- COMMAND`: the VM ended the options already
+        words = words[1:]
+    elif words[0].startswith("-"):
+        raise UsageError(f"{words[0].split()[0]}: options come before the VM, and -- before such a command")
     return words[0] if len(words) == 1 else shlex.join(words)
 
 

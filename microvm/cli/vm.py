@@ -135,7 +135,7 @@ def jobs(context: typer.Context, vm_id: options.VmId, *, json: options.Json = Fa
 def exec_(
     context: typer.Context,
     vm_id: options.VmId,
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND…", help="One argument is a shell script.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="One argument is a shell script.")],
     *,
     cwd: Annotated[str | None, typer.Option(help="Directory below /workspace.")] = None,
     env: options.Env = None,

@@ -166,6 +166,13 @@ async def test_text_is_passed_as_it_is() -> None:
         assert out.decode() == "$HOME \"quotes\" 'single' \\back `tick` ünï €\tx\na\nb'\"$c"
 
 
+async def test_a_command_may_begin_with_a_hyphen() -> None:
+    async with rigged() as rig:
+        summary, _, err = await rig.run("--help")
+        assert summary.exit_code == 127
+        assert b"--help: command not found" in err
+
+
 async def test_a_command_of_any_length_runs_the_same() -> None:
     async with rigged() as rig:
         for size in (90_000, 200_000, 1_000_000):

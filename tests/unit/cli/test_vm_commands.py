@@ -112,6 +112,18 @@ def test_exec_passes_options_of_the_command_on(service: Service) -> None:
     assert service.calls[0][1]["cwd"] == "src"
 
 
+def test_exec_takes_no_options_of_its_own_for_a_command(service: Service, capsys: Capture) -> None:
+    assert service.run("exec", "vm_a", "--timeout", "1", "sleep 9") == 2
+    assert "--timeout" in capsys.readouterr().err
+    assert service.calls == []
+
+
+def test_exec_runs_a_command_that_begins_with_a_hyphen_after_two(service: Service) -> None:
+    use(service, Job())
+    assert service.run("exec", "vm_a", "--", "-odd", "x") == 0
+    assert service.calls[0][1]["command"] == "-odd x"
+
+
 def test_exec_asks_for_no_more_pages_than_there_are(service: Service) -> None:
     use(service, Job(b"hi\n"))
     service.run("exec", "vm_a", "echo hi")
