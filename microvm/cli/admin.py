@@ -251,11 +251,15 @@ def _facts_of(workspace: Workspace) -> dict[str, Any]:
 def doctor(*, config: options.Config = None, json: options.Json = False) -> None:
     """Examine the host and the configuration, and say how to mend what is wrong."""
     from microvm.daemon.doctor import Status, examine
+    from microvm.daemon.settings import DEFAULT_CONFIG_PATH, find_config
 
     checks = examine(_load(config))
+    found = find_config(config)
     if json:
-        print_json({"checks": [check.to_json() for check in checks]})
+        shown = None if found is None else str(found)
+        print_json({"config": shown, "checks": [check.to_json() for check in checks]})
     else:
+        print_line(f"configuration: {found or f'all defaults, for there is no {DEFAULT_CONFIG_PATH}'}")
         for check in checks:
             print_line(f"{check.status.value:<4}  {check.name}: {check.seen}")
             if check.mend:

@@ -11,6 +11,7 @@ as: the token of `--token-file` or MICROVM_TOKEN_FILE; without one, root is the 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ TIMEOUT_S: Final = 90.0
 CONNECT_TIMEOUT_S: Final = 10.0
 # A transfer has no such bound; its longest silence is a guest's that writes its caches out (fleet.transfer).
 TRANSFER_TIMEOUT_S: Final = 150.0
+
+ADMIN_HINT: Final = "(Without a token you are the workspace operator; others' VMs obey their own tokens.)"
+
+_ERRNO: Final = re.compile(r"^\[Errno -?\d+\] ")
 
 
 class UsageError(Exception):
@@ -89,6 +94,8 @@ def find_endpoint(
     if url is not None:
         if token is None:
             raise UsageError("a URL needs a token: --token-file FILE or MICROVM_TOKEN_FILE")
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"a URL begins with http:// or https://, not {url!r}")
         return Endpoint(url.rstrip("/"), token=token)
     if socket is None:
         from microvm.daemon.settings import load_settings  # half of the start-up time, where it is needed
@@ -194,7 +201,12 @@ class Client:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         with self._lost():
             response = self._http.request(method, path, json=body)
-        return _result(response)
+        try:
+            return _result(response)
+        except MicrovmError as error:
+            if self.endpoint.token is None and error.code == "not_found":
+                error.message += f" {ADMIN_HINT}"
+            raise
 
     @contextmanager
     def _lost(self) -> Generator[None]:
@@ -203,8 +215,10 @@ class Client:
         try:
             yield
         except httpx2.ConnectError as error:
+            reason = _ERRNO.sub("", str(error))
             raise _unreachable(
-                f"no service answers at {name} ({error}); start it with `microvm serve`"
+                f"no service answers at {name} ({reason}); start it with `microvm serve` or "
+                "tools/quickstart, or name another with --url, --socket or --config"
             ) from None
         except httpx2.TimeoutException:
             raise _unreachable(f"{name} did not answer in time") from None

@@ -181,12 +181,19 @@ def load_settings(path: Path | None = None, *, env: Mapping[str, str] | None = N
         RequestError: The file cannot be read, or says something that is not understood.
     """
     env = os.environ if env is None else env
-    if path is None and env.get("MICROVM_CONFIG"):
-        path = Path(env["MICROVM_CONFIG"])
-    if path is None and DEFAULT_CONFIG_PATH.exists():
-        path = DEFAULT_CONFIG_PATH
+    path = find_config(path, env=env)
     text = "" if path is None else _read(path)
     return parse_settings(text, source=str(path or "defaults"), log_level=env.get("MICROVM_LOG"))
+
+
+def find_config(path: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path | None:
+    """The file that `load_settings` would read; None when it would take all defaults."""
+    env = os.environ if env is None else env
+    if path is None and env.get("MICROVM_CONFIG"):
+        return Path(env["MICROVM_CONFIG"])
+    if path is None and DEFAULT_CONFIG_PATH.exists():
+        return DEFAULT_CONFIG_PATH
+    return path
 
 
 def _read(path: Path) -> str:

@@ -8,14 +8,15 @@ import json
 import os
 from pathlib import Path
 
+import httpx2
 import pytest
 import trio
 
 from microvm.cli import options
 from microvm.cli.app import run
-from microvm.cli.client import Endpoint, UsageError, find_endpoint
+from microvm.cli.client import ADMIN_HINT, Client, Endpoint, UsageError, find_endpoint
 from microvm.cli.console import GuestOutput, strip_control
-from microvm.errors import RequestError
+from microvm.errors import MicrovmError, RequestError
 from microvm.host.files import hold_lock
 from microvm.model import VmId, VmRecord, VmSpec, VmState, WorkspaceId
 from microvm.store import open_registry, open_store
@@ -42,7 +43,9 @@ def test_a_service_that_is_not_there_is_code_1_and_says_how_to_start_it(
     tmp_path: Path, capsys: Capture
 ) -> None:
     assert run(["vm", "--socket", str(tmp_path / "service.sock"), "list"]) == 1
-    assert "microvm serve" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "microvm serve" in shown
+    assert "(No such file or directory)" in shown
     gc.collect()  # here, not in a later test, which would be blamed
 
 
@@ -57,7 +60,9 @@ def test_doctor_with_json_lists_checks(tmp_path: Path, capsys: Capture) -> None:
     config = tmp_path / "c.toml"
     config.write_text(f'state_dir = "{tmp_path}/s"', "utf-8")
     assert run(["doctor", "--config", str(config), "--json"]) == 1  # there is no vm_dir
-    names = [check["name"] for check in json.loads(capsys.readouterr().out)["checks"]]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"] == str(config)
+    names = [check["name"] for check in shown["checks"]]
     assert {"vm_dir", "image", "cgroups"} <= set(names)
 
 
@@ -97,6 +102,30 @@ def test_anybody_else_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_url_needs_a_token() -> None:
     with pytest.raises(UsageError, match="--token-file"):
         find_endpoint(url="http://127.0.0.1:1", env={})
+
+
+def test_a_url_without_http_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="http://"):
+        find_endpoint(url="127.0.0.1:8090", token_file=token(tmp_path), env={})
+
+
+def test_without_a_token_an_unknown_vm_explains_whose_vms_are_seen(tmp_path: Path) -> None:
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        code = "not_found" if request.url.path.endswith("vm_status") else "forbidden"
+        return httpx2.Response(404, json={"error": {"code": code, "message": "no."}})
+
+    def told(endpoint: Endpoint, tool: str) -> str:
+        with (
+            Client(endpoint, transport=httpx2.MockTransport(refuse)) as client,
+            pytest.raises(MicrovmError) as caught,
+        ):
+            client.call(tool, {})
+        return caught.value.message
+
+    admin = Endpoint("http://localhost", socket=tmp_path / "admin.sock")
+    assert told(admin, "vm_status") == f"no. {ADMIN_HINT}"
+    assert told(admin, "vm_list") == "no."
+    assert told(Endpoint("http://localhost", token="mvm_secret"), "vm_status") == "no."
 
 
 def test_a_tokens_content_is_in_no_representation_or_error(tmp_path: Path) -> None:
