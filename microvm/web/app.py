@@ -144,10 +144,11 @@ async def _http_error(error: HTTPException) -> Response:
     status = error.code or 500
     if status == 404:
         return error_answer(RequestError("not_found", "there is no such path"))
-    answer = error_answer(RequestError("invalid_argument", error.name), status=status)
-    for name, value in error.get_headers():
-        if name.lower() == "allow":
-            answer.headers[name] = value
+    allowed = next((value for name, value in error.get_headers() if name.lower() == "allow"), None)
+    if allowed is None:
+        return error_answer(RequestError("invalid_argument", error.name), status=status)
+    answer = error_answer(RequestError("invalid_argument", f"this path takes {allowed}"), status=status)
+    answer.headers["allow"] = allowed
     return answer
 
 

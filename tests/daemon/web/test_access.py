@@ -107,6 +107,13 @@ async def test_an_unknown_path_is_a_json_404_to_those_who_may_know(doors: Any) -
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
+async def test_a_tool_asked_for_by_get_names_the_method_to_use(doors: Any) -> None:
+    async with doors.http() as http:
+        answer = await http.get("/v1/tools/vm_list")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"] == {"code": "invalid_argument", "message": "this path takes POST"}
+
+
 @pytest.mark.parametrize("path", ["/mcp", "/mcp/"])
 @pytest.mark.parametrize("method", ["GET", "DELETE", "PUT", "OPTIONS"])
 async def test_mcp_takes_posts_only_and_says_so(doors: Any, method: str, path: str) -> None:
