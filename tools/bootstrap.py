@@ -143,11 +143,15 @@ def sync(uv: Path, *, dev: bool) -> Path:
 def main() -> None:
     """`bootstrap.py TOOL ARGUMENTS…`."""
     tool, *arguments = sys.argv[1:]
+    if tool == "quickstart":
+        from quickstart_options import parse_arguments
+
+        parse_arguments(arguments)  # help and mistakes cost no installation
     os.chdir(ROOT)
     try:
         if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
             _use_other_python()
-        if tool == "quickstart" and os.geteuid() != 0 and not {"-h", "--help"} & set(arguments):
+        if tool == "quickstart" and os.geteuid() != 0:
             raise FailedError("it mounts a volume and starts a service; run: sudo tools/quickstart")
         install_packages(packages_for(tool))
         python = sync(make_uv(), dev=tool != "quickstart")

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import service
 from bootstrap import INTERRUPTED, ROOT, FailedError, say, stop
+from quickstart_options import SMALLEST_VOLUME_GIB, VOLUME_GIB, parse_arguments
 from selfcheck import run_selfcheck
 
 from image import ImageError, build_image
@@ -41,8 +42,6 @@ from microvm.host.volume import check_reflink, make_loop_volume
 from microvm.store import open_registry
 
 GIB: Final = 2**30
-VOLUME_GIB: Final = 16  # four VMs of the default size with room for templates and the reserve
-SMALLEST_VOLUME_GIB: Final = 6  # one VM, its template and the reserve
 # Between systemd's container UIDs and those that do not fit 31 bits (systemd UIDS-GIDS): nobody's.
 FURTHER_UIDS: Final = range(1879048192, 2147483648)
 LEFT_FREE_GIB: Final = 4  # for the host: image builds, logs
@@ -52,7 +51,7 @@ TOKEN_TTL_S: Final = 30 * 86400.0
 
 def main() -> None:
     """The command `tools/quickstart`."""
-    options = _parse_arguments()
+    options = parse_arguments()
     try:
         _run(options)
     except KeyboardInterrupt:
@@ -65,28 +64,6 @@ def main() -> None:
         stop("quickstart", FailedError(error.message))
     except OSError as error:
         stop("quickstart", FailedError(str(error)))
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/quickstart", description="Set everything up and start the service."
-    )
-    parser.add_argument("--once", action="store_true", help="stop the service after the self-check")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE_DIR, help="default: %(default)s")
-    parser.add_argument("--port", type=int, help="of 127.0.0.1; default: the configuration's, else 8090")
-    parser.add_argument(
-        "--volume-gib",
-        type=int,
-        help=f"size of a new XFS volume; default: {VOLUME_GIB}, or less where the disk has less",
-    )
-    options = parser.parse_args()
-    if options.port is not None and not 1 <= options.port <= 65535:
-        parser.error("--port is 1 to 65535")
-    if options.volume_gib is not None and options.volume_gib < SMALLEST_VOLUME_GIB:
-        parser.error(f"--volume-gib is at least {SMALLEST_VOLUME_GIB}")
-    options.state_dir = options.state_dir.absolute()
-    return options
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -118,7 +95,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result))
     else:
-        _explain(result, stopped=options.once)
+        _explain(result, end=None if options.once else service.how_to_stop(settings, running))
 
 
 @contextmanager
@@ -240,7 +217,8 @@ def _timed(name: str, timings: dict[str, float]) -> Generator[None]:
     timings[name] = round(time.monotonic() - began, 2)
 
 
-def _explain(result: dict[str, Any], *, stopped: bool) -> None:
+def _explain(result: dict[str, Any], *, end: str | None) -> None:
+    """For people; `end` is how to stop the service, None when it is stopped."""
     timings = "\n".join(f"  {name:<20} {value:>9g}" for name, value in result["timings"].items())
     headers = {"Authorization": "Bearer ${MICROVM_TOKEN}"}
     server = {"type": "http", "url": f"{result['url']}/mcp", "headers": headers}
@@ -251,10 +229,10 @@ def _explain(result: dict[str, Any], *, stopped: bool) -> None:
         f"{json.dumps({'mcpServers': {'microvm': server}}, indent=2)}\n\n"
         f"On the command line:\n  {ROOT}/.venv/bin/microvm vm {options} create\n"
     )
-    if stopped:
-        print("The service was stopped (--once).")
+    if end is None:
+        print("The service was stopped (--once); the same command without --once starts it again.")
     else:
-        print(f"The service listens on {result['url']} and {result['socket']}.")
+        print(f"The service listens on {result['url']} and {result['socket']}; stop it with: {end}")
     sys.stdout.flush()
 
 

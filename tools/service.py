@@ -148,6 +148,11 @@ def stop(settings: Settings, running: Running) -> None:
     _record_path(settings).unlink(missing_ok=True)
 
 
+def how_to_stop(settings: Settings, running: Running) -> str:
+    """The command by which a person stops the service."""
+    return f"systemctl stop {UNIT_NAME}" if uses_systemd(settings) else f"kill {running.pid}"
+
+
 def _stop_process(running: Running, timeout_s: float) -> None:
     try:
         pidfd = os.pidfd_open(running.pid)

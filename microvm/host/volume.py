@@ -25,8 +25,8 @@ MOUNT_OPTIONS: Final = "loop,rw,nosuid,nodev,noexec,noatime"
 TOOL_SECONDS: Final = 300.0
 
 HOW_TO_GET_ONE: Final = (
-    "put vm_dir on XFS (mkfs.xfs -m reflink=1) or Btrfs, or let tools/quickstart make an XFS loop volume "
-    "there"
+    "put vm_dir on XFS (mkfs.xfs -m reflink=1) or Btrfs, or run tools/quickstart, which makes an XFS volume "
+    "in a file and after a reboot mounts it again"
 )
 
 
