@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -70,9 +71,10 @@ class Templates:
         self._image = image
         self._platform = platform
         self._nursery = nursery
-        self._ledger = policy.Templates()
         self._specs: dict[str, VmSpec] = {}
-        self._ready: dict[str, Template] = {}
+        self._ready = self._find()
+        self._ledger = policy.restart(self._ready, time.time())
+        self._set_aside = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
         self._next_waiter = 0
         self._builds: dict[str, trio.CancelScope] = {}
@@ -152,17 +154,34 @@ class Templates:
                 waiter.answered.set()
             case policy.Destroy(key):
                 self._ready.pop(key, None)
-                self._nursery.start_soon(
-                    trio.to_thread.run_sync, layout.remove_tree, self._host.layout.template(key)
-                )
+                self._destroy(key)
+
+    def _destroy(self, key: str) -> None:
+        """Frees the template's name at once, for the next build, and its files in a thread."""
+        path = self._host.layout.template(key)
+        aside = path.with_name(f"{key}.{next(self._set_aside)}")
+        try:
+            with host_errors("rename", path):
+                os.rename(path, aside)
+        except MicrovmError as error:
+            log.error("template not removed", extra={"template": key, "why": error.message})
+            return
+        self._nursery.start_soon(self._remove, aside)
+
+    async def _remove(self, path: Path) -> None:
+        try:
+            await trio.to_thread.run_sync(layout.remove_tree, path)
+        except MicrovmError as error:
+            log.error("template not removed", extra={"template": path.name, "why": error.message})
 
     async def _run_build(self, key: str) -> None:
         reason = "it was cancelled"
         with self._builds[key]:
             try:
                 async with self._one_at_a_time:
-                    self._ready[key] = self._load(key) or await self._build(key, self._specs[key])
-                reason = ""
+                    if policy.is_wanted(self._ledger, key):
+                        self._ready[key] = await self._build(key, self._specs[key])
+                        reason = ""
             except* MicrovmError as group:
                 reason = first_error(group).message
                 log.error("template not built", extra={"template": key, "why": reason})
@@ -172,11 +191,23 @@ class Templates:
         del self._builds[key]
         self._tell(policy.BuildFailed(key, reason) if reason else policy.Built(key))
 
+    def _find(self) -> dict[str, Template]:
+        """What earlier runs left and is whole, oldest first; what was being built or removed is removed."""
+        found: list[tuple[float, Template]] = []
+        for path in list((self._host.layout.vm_dir / "templates").iterdir()):
+            try:
+                template = None if path.suffix else self._load(path.name)
+                if template is not None:
+                    found.append((path.stat().st_mtime, template))
+                elif path.suffix:
+                    layout.remove_tree(path)
+            except (MicrovmError, OSError) as error:
+                log.error("template not loaded", extra={"template": path.name, "why": str(error)})
+        return {template.key: template for _, template in sorted(found, key=lambda each: each[0])}
+
     def _load(self, key: str) -> Template | None:
         """A template of an earlier run, if it is whole and fits this host."""
         directory = self._host.layout.template(key)
-        if not directory.exists():
-            return None
         try:
             ram_fd, disk_fd = layout.open_rw(directory / layout.RAM), layout.open_rw(directory / layout.DISK)
         except MicrovmError:

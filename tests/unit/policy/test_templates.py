@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from microvm.policy import templates
 from microvm.policy.templates import (
+    KEPT,
     Build,
     BuildFailed,
     Built,
@@ -86,6 +87,44 @@ def test_a_drain_kills_builds_tells_waiters_and_builds_nothing_more() -> None:
     assert run(BuildFailed("k", "killed"), ledger=ledger) == (Templates(draining=True), ())
     _, effects = run(Want("k", 2), ledger=ledger)
     assert [e.code for e in effects if isinstance(e, Deny)] == ["draining"]
+
+
+def made(*keys: str, ledger: Templates | None = None) -> tuple[Templates, list[str]]:
+    """Templates that were each wanted, built and copied once, in this order; and which went for them."""
+    ledger, gone = ledger or Templates(), list[str]()
+    for now, key in enumerate(keys, start=len(ledger.entries)):
+        for event in (Want(key, 1), Built(key), Done(key)):
+            ledger, effects = templates.decide(ledger, event, float(now))
+            gone += [effect.key for effect in effects if isinstance(effect, Destroy)]
+    return ledger, gone
+
+
+def test_a_template_too_many_takes_the_place_of_the_least_recently_used() -> None:
+    ledger, gone = made(*(str(number) for number in range(KEPT)))
+    assert not gone
+    ledger, _ = templates.decide(ledger, Want("0", 2), 1000.0)
+    ledger, _ = templates.decide(ledger, Done("0"), 1001.0)
+    ledger, gone = made("more", "yet more", ledger=ledger)
+    assert gone == ["1", "2"]
+    assert len(ledger.entries) == KEPT
+
+
+def test_templates_that_are_being_copied_stay_until_that_is_done() -> None:
+    ledger, gone = Templates(), list[str]()
+    for number in range(KEPT + 2):
+        ledger, effects = run(Want(str(number), number), Built(str(number)), ledger=ledger)
+        assert not any(isinstance(effect, Destroy) for effect in effects)
+    for number in range(KEPT + 2):
+        ledger, effects = run(Done(str(number)), ledger=ledger)
+        gone += [effect.key for effect in effects if isinstance(effect, Destroy)]
+    assert gone == ["0", "1"]
+
+
+def test_a_build_is_wanted_as_long_as_somebody_waits_for_it() -> None:
+    ledger, _ = run(Want("k", 1), Want("k", 2), Leave("k", 1))
+    assert templates.is_wanted(ledger, "k")
+    ledger, _ = run(Leave("k", 2), ledger=ledger)
+    assert not templates.is_wanted(ledger, "k")
 
 
 def test_templates_found_at_start_up_are_ready() -> None:
