@@ -24,6 +24,8 @@ MAX_STREAMS: Final = 24
 """Open streams per initiator; all windows together stay under 1 MiB of the virtio ring's 4 MiB."""
 INLINE_BYTES: Final = 16384
 """Output per stream that a job's end carries with it."""
+KEPT_MAX: Final = 16 << 20
+"""Output that a job may keep (the contract's bound); the host fetches what a guest says that it kept."""
 MAX_DEPTH: Final = 8
 """No message nests deeper than four."""
 MAX_TEXT: Final = 4096
@@ -89,6 +91,9 @@ class JobSummary:
         state = fields.text("state")
         if state not in _JOB_STATES:
             raise ProtocolError(f"unknown job state {state[:32]!r}")
+        kept = fields.pair("kept")
+        if sum(kept) > KEPT_MAX:
+            raise ProtocolError("a job kept more output than any may")
         return cls(
             job_id=fields.text("job_id"),
             state=state,
@@ -98,7 +103,7 @@ class JobSummary:
             cancelled=fields.flag("cancelled"),
             truncated=fields.flag("truncated"),
             totals=fields.pair("totals"),
-            kept=fields.pair("kept"),
+            kept=kept,
             started_at_ns=fields.number("started_at_ns"),
             ended_at_ns=fields.optional_number("ended_at_ns"),
             run_seconds=fields.seconds("run_seconds"),

@@ -96,6 +96,12 @@ def test_a_field_of_the_wrong_kind_is_refused(name: str, value: Any) -> None:
         JobSummary.parse({**SUMMARY, name: value})
 
 
+def test_a_job_that_claims_to_have_kept_more_than_any_may_is_refused() -> None:
+    JobSummary.parse({**SUMMARY, "kept": {"stdout": agent.KEPT_MAX - 1, "stderr": 1}})
+    with pytest.raises(ProtocolError):
+        JobSummary.parse({**SUMMARY, "kept": {"stdout": agent.KEPT_MAX, "stderr": 1}})
+
+
 @given(json_values)
 def test_no_json_makes_a_parser_fail_otherwise(value: Any) -> None:
     for parse in (JobSummary.parse, FilePart.parse):
