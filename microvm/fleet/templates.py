@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -107,6 +107,20 @@ class Templates:
         """
         key = self.key(spec)
         self._specs[key] = spec
+        while True:
+            await self._wait_grant(key, progress)
+            if self._read(key) is not None:
+                break
+            log.error("template damaged, to be built anew", extra={"template": key})
+            self._tell(policy.Retire(key))
+            self._tell(policy.Done(key))
+        try:
+            yield self._ready[key]
+        finally:
+            self._tell(policy.Done(key))
+
+    async def _wait_grant(self, key: str, progress: Callable[[float, str], None] | None) -> None:
+        """Returns when the template is there and in use, which `Done` ends."""
         number, waiter = self._next_waiter, _Waiter()
         self._next_waiter += 1
         self._waiters[number] = waiter
@@ -123,10 +137,6 @@ class Templates:
             raise
         if waiter.error is not None:
             raise waiter.error
-        try:
-            yield self._ready[key]
-        finally:
-            self._tell(policy.Done(key))
 
     def drain(self) -> None:
         """Ends all builds and refuses new ones; their waiters get `draining`."""
@@ -206,29 +216,31 @@ class Templates:
         return {template.key: template for _, template in sorted(found, key=lambda each: each[0])}
 
     def _load(self, key: str) -> Template | None:
-        """A template of an earlier run, if it is whole and fits this host."""
+        """A template of an earlier run, if it is whole and fits this host; else it is removed."""
+        template = self._read(key)
+        if template is None:
+            layout.remove_tree(self._host.layout.template(key))
+        return template
+
+    def _read(self, key: str) -> Template | None:
+        """The template as it lies on the volume, if it is whole and fits this host."""
         directory = self._host.layout.template(key)
-        try:
-            ram_fd, disk_fd = layout.open_rw(directory / layout.RAM), layout.open_rw(directory / layout.DISK)
-        except MicrovmError:
-            layout.remove_tree(directory)
-            return None
-        try:
-            manifest = checkpoint.verify(
-                directory,
-                owner=key,
-                generation=TEMPLATE_GENERATION,
-                here=self._platform,
-                ram_fd=ram_fd,
-                disk_fd=disk_fd,
-            )
-        except checkpoint.CheckpointMismatchError as error:
-            log.warning("template discarded", extra={"template": key, "why": error.message})
-            layout.remove_tree(directory)
-            return None
-        finally:
-            os.close(ram_fd)
-            os.close(disk_fd)
+        with contextlib.ExitStack() as stack:
+            try:
+                ram_fd, disk_fd = (
+                    stack.enter_context(_opened(directory / name)) for name in (layout.RAM, layout.DISK)
+                )
+                manifest = checkpoint.verify(
+                    directory,
+                    owner=key,
+                    generation=TEMPLATE_GENERATION,
+                    here=self._platform,
+                    ram_fd=ram_fd,
+                    disk_fd=disk_fd,
+                )
+            except MicrovmError as error:
+                log.warning("template discarded", extra={"template": key, "why": error.message})
+                return None
         return Template(key, directory, manifest)
 
     async def _build(self, key: str, spec: VmSpec) -> Template:
@@ -286,6 +298,15 @@ class Templates:
             },
         )
         return Template(key, final, manifest)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Generator[int]:
+    fd = layout.open_rw(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 async def save_checkpoint(

@@ -9,7 +9,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from microvm.fleet.templates import Templates
-from microvm.model import VmSpec
+from microvm.model import VmSpec, VmState
 from microvm.policy import templates as policy
 from tests.daemon.fleet_rig import House, make_house
 
@@ -68,3 +68,14 @@ async def test_the_volume_holds_only_so_many_templates_over_all_runs(
             kept = {templates.key(VmSpec(memory_mib=size)) for size in (129, 130)}
         async with house.open():
             assert names(house) == kept
+
+
+@pytest.mark.parametrize("name", ["ram", "disk", "manifest.json"])
+async def test_a_template_that_lost_a_file_is_built_anew(house: House, name: str) -> None:
+    with trio.fail_after(LONG_S):
+        async with house.open() as rig:
+            await rig.create("first")
+            (template,) = (house.root / "templates").iterdir()
+            (template / name).unlink()
+            assert (await rig.create("second")).record.state is VmState.RUNNING
+            assert (template / name).exists()
