@@ -83,6 +83,7 @@ class Supervisor:
         self._growth = Growth(loop, self._tell_growth)
         self.files = FilePool(loop, uid=host.uid, gid=host.gid, workspace_fd=host.workspace_fd)
         self.files.prepare()
+        self._end_freeze: Callable[[], None] = _nothing
         self._channel = Channel(loop, fd, on_hello=self._hello, on_open=self._open, on_eof=on_end)
         self._ops: dict[str, Callable[[Stream, dict[str, Any]], None]] = {
             "configure": self._configure,
@@ -109,7 +110,9 @@ class Supervisor:
             self._generation = generation
         self._notices_in_flight = 0
         self._loop.soon(self._send_notices)
-        state = "booting" if self._booting else "frozen" if self.clock.frozen else "running"
+        self._end_freeze()  # its stream is gone, and its deadline must not thaw what a later freeze froze
+        frozen = self.clock.frozen and self._tree.jobs_frozen()
+        state = "booting" if self._booting else "frozen" if frozen else "running"
         return {
             "protocol": PROTOCOL,
             "version": VERSION,
@@ -188,6 +191,7 @@ class Supervisor:
         timer: Timer | None = None
 
         def finish() -> None:
+            self._end_freeze = _nothing
             self._loop.forget(events)
             os.close(events)
             if timer is not None:
@@ -205,6 +209,8 @@ class Supervisor:
             self.clock.thaw()
             stream.fail(OpError("internal", "a process of a job cannot be frozen now; try again"))
 
+        self._end_freeze()
+        self._end_freeze = finish
         self._tree.set_frozen(True)
         self._loop.watch(events, PRIORITY, look)
         if self._tree.jobs_frozen():
@@ -421,6 +427,10 @@ def _run(
         loop.run()
     finally:
         tree.kill_jobs()
+
+
+def _nothing() -> None:
+    """No freeze is pending."""
 
 
 def main(argv: list[str]) -> None:

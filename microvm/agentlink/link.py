@@ -89,6 +89,7 @@ class AgentLink(Operations):
         self._outbox: deque[tuple[bytes, Call | None]] = deque()
         self._outbox_filled = trio.Event()
         self._next_number = 1
+        self._last_guest_stream = 0
         self._silent = True
         self._freezing: Call | None = None
         self._nonce = ""
@@ -119,6 +120,7 @@ class AgentLink(Operations):
         self._hello = None
         self._hello_arrived = trio.Event()
         self._next_number = 1
+        self._last_guest_stream = 0
         self.put(agent.encode_hello(generation, self._nonce), hello=True)
         with trio.move_on_after(timeout_s):
             await self._hello_arrived.wait()
@@ -328,10 +330,11 @@ class AgentLink(Operations):
 
     def _take_open(self, frame: Frame) -> None:
         op, args = agent.parse_open(frame.payload)
-        if frame.stream % 2 or frame.stream in self._calls:
+        if frame.stream % 2 or frame.stream <= self._last_guest_stream:
             raise ProtocolError("it opened a stream that is not its own")
         if self._open_count(ours=False) >= agent.MAX_STREAMS:
             raise ProtocolError("it opened too many streams")
+        self._last_guest_stream = frame.stream
         call = Call(self, frame.stream, ours=False)
         self._calls[call.number] = call
         self._nursery.start_soon(self._answer, GuestCall(call, op, args), call)

@@ -142,7 +142,6 @@ async def _open_parts(settings: Settings, stop: trio.Event) -> AsyncGenerator[tu
             stack.enter_context(hold_lock(directory / "service.lock"))
         check_reflink(settings.vm_dir)
         store = await stack.enter_async_context(open_store(settings.state_dir))
-        places.claim(store.instance_id)
         image = open_image(settings.image)
         await trio.to_thread.run_sync(verify_image, image, settings.state_dir / "verified.json")
         await trio.to_thread.run_sync(place_base, image, places)

@@ -23,7 +23,7 @@ from microvm.errors import CapacityError, GuestError, MicrovmError, RequestError
 from microvm.fleet.effects import EffectError, Effects
 from microvm.fleet.live import Live
 from microvm.fleet.log import log
-from microvm.model import VmRecord, VmState
+from microvm.model import SuspendMode, VmRecord, VmState
 from microvm.policy import idle, lifecycle
 from microvm.policy.lifecycle import (
     LATER,
@@ -163,6 +163,11 @@ class VmDriver:
         """
         await self._ask(event)
         return self.record
+
+    async def rest_if_overdue(self) -> None:
+        """Hibernates the VM if it is past its idle time, and if nobody comes to use it first."""
+        if self.overdue:
+            await self._ask(Idle(self._idle.activity, SuspendMode.HIBERNATE))
 
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncGenerator[Live]:

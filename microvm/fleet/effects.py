@@ -524,6 +524,7 @@ class Effects:
             await live.vmm.exited.wait()
         self.jobs.lose_active("the VM was stopped")
         await self.release()
+        self.death = None  # it was asked to end
         _unlink(self.directory / layout.RAM)
         return {**changes, "slot": None}
 

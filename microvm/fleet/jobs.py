@@ -91,7 +91,9 @@ class JobTable:
         if running >= MAX_ACTIVE_JOBS:
             raise job_limit()
         if len(self._jobs) >= MAX_JOBS:
-            oldest = next(known for known in self._jobs.values() if known.state not in ACTIVE)
+            finished = [known for known in self._jobs.values() if known.state not in ACTIVE]
+            # One that left processes behind goes last: it is what keeps the VM awake for them.
+            oldest = min(finished, key=lambda known: known.background_processes > 0)
             del self._jobs[oldest.job_id]
             self._ring(oldest.job_id)
             with contextlib.suppress(Exception):
@@ -197,6 +199,17 @@ class JobTable:
             for name, data in zip(STREAMS, output, strict=True):
                 (directory / name).write_bytes(data)
         return self._put(job.with_(output_cached=True))
+
+    def holds_output(self, job: JobRecord) -> bool:
+        """Whether the host really has all that a finished job kept.
+
+        These files are not fsynced: after a power loss one may be short, and then the guest is asked again.
+        """
+        try:
+            found = [(self._directory / job.job_id / name).stat().st_size for name in STREAMS]
+        except OSError:
+            return False
+        return job.output_cached and tuple(found) == job.kept
 
     def kept_output(self, job_id: JobId, cursor: tuple[int, int], max_bytes: int) -> tuple[bytes, bytes]:
         """A page of a finished job's kept output, per stream."""

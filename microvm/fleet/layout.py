@@ -51,20 +51,32 @@ class Layout:
             self.vm_dir / "templates",
             self.vm_dir / "vms",
         ):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.chmod(0o700)
+            with host_errors("make directory", path):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path.chmod(0o700)
 
-    def claim(self, instance_id: str) -> None:
+    def claim(self, instance_id: str, *, has_vms: bool = False) -> None:
         """Marks `vm_dir` as this instance's: VMs that an instance does not know are removed at its start.
 
+        Args:
+            instance_id: Whose it is from now on.
+            has_vms: Whether the instance knows of VMs, whose files must then be there.
+
         Raises:
-            HostError: It is another instance's, or cannot be read or written.
+            HostError: It is another instance's, or not the volume that has the VMs, or cannot be used.
         """
         path = self.vm_dir / OWNER
         with host_errors("read", path):
             try:
                 found = path.read_bytes()[:64].decode("ascii", "replace").strip()
             except FileNotFoundError:
+                if has_vms:
+                    raise HostError(
+                        "use vm_dir",
+                        str(self.vm_dir),
+                        message="the service knows VMs and this is not the directory that has them: "
+                        "is its volume mounted? (tools/quickstart mounts the one that it made)",
+                    ) from None
                 write_durably(path, f"{instance_id}\n".encode("ascii"))
                 return
         if found != instance_id:

@@ -18,6 +18,7 @@ from microvm.errors import MicrovmError
 from microvm.fleet import layout
 from microvm.fleet.layout import Layout
 from microvm.fleet.log import log
+from microvm.host.files import host_errors
 from microvm.model import Generation, Intent, JobRecord, JobState, VmId, VmRecord, VmState
 from microvm.policy import recovery
 from microvm.policy.recovery import Fail, Found, Keep, Outcome, Remove, RollBack, RollForward
@@ -123,7 +124,7 @@ def _reclaim(directory: Path, state: VmState) -> None:
     A hibernated VM whose manifest is damaged keeps what is there: a wake will say what is wrong.
     """
     for name in (layout.RAM, layout.DISK):
-        with contextlib.suppress(FileNotFoundError):
+        with host_errors("chown", directory / name), contextlib.suppress(FileNotFoundError):
             os.chown(directory / name, 0, 0, follow_symlinks=False)
     manifest = checkpoint.read(directory)
     if manifest is None and state is VmState.HIBERNATED:

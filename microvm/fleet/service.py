@@ -26,7 +26,7 @@ from microvm.fleet.platforms import Engine, Engines, Older
 from microvm.fleet.receipts import Receipts
 from microvm.fleet.recover import recover
 from microvm.fleet.room import Room
-from microvm.fleet.templates import Templates
+from microvm.fleet.templates import Templates, sweep_old
 from microvm.host.cgroup import CgroupTree
 from microvm.model import Quota, VmId, VmState
 from microvm.policy import lifecycle, shutdown
@@ -89,7 +89,9 @@ async def open_fleet(
     if swept:
         log.warning("killed what the last run left", extra={"groups": swept})
     loaded = await store.load()
+    settings.layout.claim(store.instance_id, has_vms=bool(loaded.vms))
     kept = await recover(store, loaded, settings.layout)
+    await trio.to_thread.run_sync(sweep_old, settings.layout, image, platform)
     host = Host(settings.layout, kind, settings.uid_base, cgroups, trio.CapacityLimiter(HOST_THREADS))
     room = Room(
         settings.layout.vm_dir,
@@ -208,7 +210,7 @@ def _put_to_rest(fleet: Fleet) -> Callable[[VmId], Awaitable[None]]:
     async def put_to_rest(vm_id: VmId) -> None:
         vm = fleet.vms.get(vm_id)
         if vm is not None:
-            await vm.driver.submit(lifecycle.Suspend())
+            await vm.driver.rest_if_overdue()
 
     return put_to_rest
 

@@ -300,6 +300,32 @@ class Templates:
         return Template(key, final, manifest)
 
 
+def sweep_old(places: layout.Layout, image: Image, platform: checkpoint.Platform) -> list[Path]:
+    """Removes templates and base disks of earlier images and VMMs; for the start, when nobody uses one.
+
+    VMs' disks are clones and need neither.
+
+    Returns:
+        What was removed.
+    """
+    old = [path for path in (places.vm_dir / "images").iterdir() if path != places.image(image.digest)]
+    for path in (places.vm_dir / "templates").iterdir():
+        manifest = checkpoint.read(path)
+        if (
+            manifest is None
+            or manifest.platform.image != image.digest
+            or manifest.platform.closure != platform.closure
+        ):
+            old.append(path)
+    for path in old:
+        try:
+            layout.remove_tree(path) if path.is_dir() else path.unlink()
+            log.info("removed what an earlier image left", extra={"path": str(path)})
+        except (MicrovmError, OSError) as error:
+            log.error("not removed", extra={"path": str(path), "why": str(error)})
+    return old
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Generator[int]:
     fd = layout.open_rw(path)
@@ -347,7 +373,9 @@ async def save_checkpoint(
         )
         await trio.to_thread.run_sync(checkpoint.commit, directory, manifest, limiter=live.host.limiter)
     except BaseException:
-        path.unlink(missing_ok=True)
+        checkpoint.withdraw(directory)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
         raise
     finally:
         os.close(state_fd)

@@ -151,7 +151,7 @@ class GuestWork:
         deadline, waited = trio.current_time() + wait_s, False
         while True:
             job = self._jobs.get(job_id)
-            if job.output_cached:
+            if self._jobs.holds_output(job):
                 return _page(job, cursor, self._jobs.kept_output(job.job_id, cursor, max_bytes))
             if job.state is JobState.LOST:
                 if waited:

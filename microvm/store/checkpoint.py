@@ -12,6 +12,7 @@ Source: the contract's rulings on manifests and their order (§8 storage, §3 st
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -127,11 +128,18 @@ def commit(directory: Path, manifest: Manifest) -> None:
     """Publishes `manifest`; when this returns it survives a power loss. Everything it names must be fsynced.
 
     Raises:
-        HostError: Nothing was published.
+        HostError: It may have been published and not be durable; whoever goes on as if it were not calls
+            `withdraw`.
     """
     body = asdict(manifest)
     text = json.dumps({**body, "seal": _seal(body)}, indent=1, sort_keys=True).encode()
     write_durably(directory / MANIFEST, text, mode=0o600)
+
+
+def withdraw(directory: Path) -> None:
+    """Removes a manifest whose publication failed half-way, as well as it can."""
+    with contextlib.suppress(OSError):
+        (directory / MANIFEST).unlink(missing_ok=True)
 
 
 def _seal(body: Mapping[str, Any]) -> str:
