@@ -135,12 +135,15 @@ async def _open_parts(settings: Settings, stop: trio.Event) -> AsyncGenerator[tu
     """Everything below the doors, in order; each check that fails says what to do."""
     places = Layout(settings.state_dir, settings.vm_dir)
     async with contextlib.AsyncExitStack() as stack:
+        for directory in (settings.state_dir, settings.vm_dir):
+            with host_errors("make directory", directory):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_reflink(settings.vm_dir)  # before anything is written: its volume may not be mounted
+        for directory in (settings.state_dir, settings.vm_dir):
+            stack.enter_context(hold_lock(directory / "service.lock"))
         places.prepare()
         with host_errors("make directory", settings.socket.parent):
             settings.socket.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        for directory in (settings.state_dir, settings.vm_dir):
-            stack.enter_context(hold_lock(directory / "service.lock"))
-        check_reflink(settings.vm_dir)
         store = await stack.enter_async_context(open_store(settings.state_dir))
         image = open_image(settings.image)
         await trio.to_thread.run_sync(verify_image, image, settings.state_dir / "verified.json")
