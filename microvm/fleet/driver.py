@@ -3,7 +3,8 @@
 Others submit requests and wait; the driver decides them one at a time by `policy.lifecycle`, commits the
 intent, runs the effect in a child task, and commits its end. While an effect runs, requests wait in order;
 identical ones are one; a destroy goes first and cancels whatever runs. What the effects do is in `effects`;
-this module must not touch files, processes or guests.
+this module must not touch files, processes or guests. It is longer than most because queue, effect and end
+share one state that nobody else may see.
 
     submit ─► queue ─► decide ─► commit intent ─► effect ─► decide(Done | Failed) ─► commit done ─► answer
 """
