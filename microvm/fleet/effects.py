@@ -2,8 +2,8 @@
 
 Each effect is one ordered procedure over files, a VMM and a guest (the orders are rulings of the contract and
 are repeated at each). An effect returns the record's changes, or raises `EffectError`, which says whether
-its point of no return had passed. Decisions are the driver's; this module must not choose what happens next. It is longer than most so that the
-orders stand side by side: a step added to one is nearly always owed to its neighbour.
+its point of no return had passed. Decisions are the driver's; this module must not choose what happens next.
+It is longer than most so that the orders stand side by side: a step added to one is often owed to the next.
 """
 
 from __future__ import annotations

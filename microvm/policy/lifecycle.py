@@ -3,8 +3,8 @@
 `decide(facts, event)` answers with a `Step` (next state and the effects to run), a `Refusal` (nothing
 changes), or `LATER` (an effect is under way; ask again when it ends). A pair that is not in the table is
 refused with the state in the message. The driver in `fleet` gathers the facts, runs the effects and feeds
-every completion and failure back as an event; nothing else may change a VM's state. It is longer than most because the table
-and all its rules are one thing.
+every completion and failure back as an event; nothing else may change a VM's state. It is longer than most
+because the table and its rules are one thing.
 
     creating  → running | failed | (gone)
     running   ⇄ paused
