@@ -210,3 +210,47 @@ def test_a_write_that_does_not_end_leaves_everything_as_it_was(
 def test_numbers_are_checked(workspace: Workspace, name: str, value: object) -> None:
     with pytest.raises(OpError):
         fileops.read(workspace, {"path": "f", name: value}, lambda _data: None)
+
+
+def test_a_tag_names_the_very_content(workspace: Workspace, root: Path) -> None:
+    write(workspace, "f", b"0123456789")
+    tag = read(workspace, "f", length=0)[1]["tag"]
+    sent: list[bytes] = []
+    wanted = {"path": "f", "offset": 2, "length": 3, "tag": tag}
+    assert fileops.read(workspace, wanted, sent.append)["tag"] == tag
+    assert sent == [b"234"]
+    for change in (lambda: write(workspace, "f", b"9876543210"), lambda: (root / "f").chmod(0o600)):
+        change()
+        sent.clear()
+        with pytest.raises(OpError) as caught:
+            fileops.read(workspace, wanted, sent.append)
+        assert (caught.value.code, sent) == ("invalid_state", [])
+        wanted["tag"] = read(workspace, "f", length=0)[1]["tag"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error_at_the_end(
+    workspace: Workspace, root: Path
+) -> None:
+    write(workspace, "f", bytes(100_000))
+    tag = read(workspace, "f", length=0)[1]["tag"]
+
+    def send(_data: bytes) -> None:
+        with (root / "f").open("r+b") as file:
+            file.truncate(100_001)
+
+    with pytest.raises(OpError) as caught:
+        fileops.read(workspace, {"path": "f", "length": 100_000, "tag": tag}, send)
+    assert caught.value.code == "invalid_state"
+
+
+@pytest.mark.parametrize("size", [0, 4, 6])
+def test_a_body_of_another_length_than_promised_changes_nothing(
+    workspace: Workspace, root: Path, size: int
+) -> None:
+    write(workspace, "f", b"old")
+    with pytest.raises(OpError) as caught:
+        write(workspace, "f", b"12345", size=size)
+    assert caught.value.code == "invalid_argument"
+    assert (root / "f").read_bytes() == b"old"
+    assert write(workspace, "f", b"12345", size=5)["size"] == 5
+    assert [path.name for path in root.iterdir()] == ["f"]
