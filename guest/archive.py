@@ -27,7 +27,16 @@ _HIDDEN_PATTERN: Final = _HIDDEN + "[0-9a-f]" * 16
 _TAR: Final = ("/usr/bin/choom", "-n", "0", "--", "/usr/bin/tar")
 """The worker is protected from the OOM killer, and what it starts must not be; only after an exec may a
 process of the user's say so of itself (proc(5), `oom_score_adj`; prctl(2), PR_SET_DUMPABLE)."""
-_PACK: Final = (*_TAR, "--create", "--sparse", "--file=-", f"--exclude={_HIDDEN_PATTERN}", ".")
+_PACK: Final = (
+    *_TAR,
+    "--create",
+    "--format=posix",  # keeps times below a second, which build tools compare
+    "--pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime",  # and nothing that varies
+    "--sparse",
+    "--file=-",
+    f"--exclude={_HIDDEN_PATTERN}",
+    ".",
+)
 _UNPACK: Final = (
     *_TAR,
     "--extract",
@@ -109,7 +118,7 @@ class _Tar:
         if status in (0, _CHANGED):
             return
         words = self._said.decode("utf-8", "replace").strip()
-        if "No space left on device" in words:
+        if "No space left on device" in words or "Wrote only" in words:
             raise OpError("disk_full", "the guest's disk is full")
         raise OpError("invalid_argument", f"tar failed ({status}): {words or 'without a word'}")
 
@@ -258,8 +267,17 @@ def _is_directory(name: str, parent: int) -> bool | None:
         return None
 
 
-def _open_below(name: str, parent: int) -> int:
-    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+@contextlib.contextmanager
+def _in_both(name: str, source: int, target: int) -> Generator[tuple[int, int], None, None]:
+    """The directories of that name in both; they can be changed inside the block, whatever their modes."""
+    with contextlib.ExitStack() as stack:
+        fds: list[int] = []
+        for parent in (source, target):
+            stack.enter_context(_writable(name, parent))
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            fds.append(os.open(name, flags, dir_fd=parent))
+            stack.callback(os.close, fds[-1])
+        yield fds[0], fds[1]
 
 
 def _check(source: int, target: int, levels: int) -> None:
@@ -275,37 +293,22 @@ def _check(source: int, target: int, levels: int) -> None:
             kind = "is a directory" if there else "is not a directory"
             raise OpError("invalid_argument", f"{name!r} {kind} here and the other way round in the archive")
         if here:
-            with _writable(name, source):
-                inner = _open_below(name, source)
-            try:
-                outer = _open_below(name, target)
-                try:
-                    _check(inner, outer, levels - 1)
-                finally:
-                    os.close(outer)
-            finally:
-                os.close(inner)
+            with _in_both(name, source, target) as (inner, outer):
+                if not os.access(name, os.W_OK | os.X_OK, dir_fd=target):
+                    raise OpError("invalid_argument", f"the guest's user may not write in {name!r}")
+                _check(inner, outer, levels - 1)
 
 
 def _merge(source: int, target: int) -> None:
     """Moves every entry of `source` into `target`."""
     os.fchmod(source, 0o700)
     for name in os.listdir(source):
-        if _is_directory(name, source):
-            if _is_directory(name, target) is None:
-                with _writable(name, source):
-                    os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
-                continue
+        if _is_directory(name, source) and _is_directory(name, target):
+            with _in_both(name, source, target) as (inner, outer):
+                _merge(inner, outer)
+        elif _is_directory(name, source):
             with _writable(name, source):
-                inner = _open_below(name, source)
-            try:
-                outer = _open_below(name, target)
-                try:
-                    _merge(inner, outer)
-                finally:
-                    os.close(outer)
-            finally:
-                os.close(inner)
+                os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
         else:
             os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
 

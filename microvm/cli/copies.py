@@ -53,7 +53,7 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
 
 def _packed(source: Path) -> Iterator[bytes]:
     """A directory as a tar archive; what could not be read cuts it."""
-    command = ["tar", "--create", "--sparse", "--file=-", f"--directory={source}", "."]
+    command = ["tar", "--create", "--format=posix", "--sparse", "--file=-", f"--directory={source}", "."]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as tar:
         assert tar.stdout is not None
         yield from iter(lambda: tar.stdout.read(CHUNK_BYTES), b"")  # type: ignore[union-attr]

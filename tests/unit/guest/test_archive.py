@@ -160,6 +160,9 @@ def test_directories_that_nobody_may_write_are_moved_as_they_are(
     assert harvest(root / "to" / "locked") == {"inner": None, "inner/f": b"x"}
     assert stat.S_IMODE((root / "to" / "locked").stat().st_mode) == 0o555
     assert harvest(root / "to" / "there") == {"f": b"new", "g": b"old"}
+    (root / "to" / "there").chmod(0o555)
+    write(workspace, "to", packed(tmp_path / "new"))
+    assert stat.S_IMODE((root / "to" / "there").stat().st_mode) == 0o555
 
 
 @pytest.mark.parametrize(
