@@ -249,7 +249,8 @@ class Templates:
         work = final.with_name(f"{key}.building")
         layout.remove_tree(work)
         try:
-            work.mkdir(mode=0o700)
+            with host_errors("make directory", work):
+                work.mkdir(mode=0o700)
             await trio.to_thread.run_sync(
                 layout.clone_file,
                 self._host.layout.image(self._image.digest),
@@ -328,7 +329,8 @@ def sweep_old(places: layout.Layout, image: Image, platform: checkpoint.Platform
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Generator[int]:
-    fd = layout.open_rw(path)
+    with host_errors("open", path):  # for reading: on a read-only volume it is as whole as ever
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         yield fd
     finally:
