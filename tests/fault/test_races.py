@@ -147,5 +147,4 @@ async def test_a_command_that_comes_at_the_very_moment_of_the_idle_deadline_is_n
     for number, vm in enumerate(vms):
         count = len(offsets[number::at_once])
         assert vm.read("log").decode().split() == ["before", "after"] * count
-        await until(lambda vm=vm: vm.state == "hibernated")
-        vm.destroy()
+    await until(lambda: all(vm.state == "hibernated" for vm in vms))
