@@ -81,6 +81,7 @@ class Supervisor:
             on_emptied=lambda job: self._notify("job_changed", job),
         )
         self._growth = Growth(loop, self._tell_growth)
+        self._workspace_fd = host.workspace_fd
         self.files = FilePool(loop, uid=host.uid, gid=host.gid, workspace_fd=host.workspace_fd)
         self.files.prepare()
         self._end_freeze: Callable[[], None] = _nothing
@@ -225,7 +226,14 @@ class Supervisor:
 
     def _exec(self, stream: Stream, args: dict[str, Any]) -> None:
         self._require_running()
+        self._open_workspace()
         ExecCall(stream, args, self.jobs)
+
+    def _open_workspace(self) -> None:
+        """Lets the user back into its workspace: after a `chmod 000` no command could mend that any more."""
+        mode = os.fstat(self._workspace_fd).st_mode & 0o7777
+        if mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{self._workspace_fd}", mode | 0o700)
 
     def _require_running(self) -> None:
         if self.clock.frozen:
@@ -317,6 +325,7 @@ class Supervisor:
     def _file(self, op: str) -> Callable[[Stream, dict[str, Any]], None]:
         def run(stream: Stream, args: dict[str, Any]) -> None:
             self._require_running()
+            self._open_workspace()
             self.files.run(stream, op, args)
 
         return run

@@ -474,6 +474,15 @@ async def test_files_overwrite_append_and_truncate() -> None:
         assert (await rig.link.write_file("f", b"X", offset=2, truncate=True))[0] == 3
 
 
+async def test_a_user_that_locks_itself_out_of_its_workspace_is_let_in_again() -> None:
+    async with rigged() as rig:
+        for _ in range(2):
+            assert (await rig.run("chmod 000 ."))[0].exit_code == 0
+            assert (await rig.link.write_file("f", b"x"))[0] == 1
+            assert (await rig.run("chmod 000 ."))[0].exit_code == 0
+            assert (await rig.run("cat f"))[1] == b"x"
+
+
 async def test_the_users_rights_decide() -> None:
     async with rigged() as rig:
         (rig.guest.workspace / "roots").write_text("secret")
