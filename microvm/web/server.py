@@ -1,4 +1,4 @@
-"""Hypercorn on sockets of ours: its connections, with four defects of the stack mended in one class.
+"""Hypercorn on sockets of ours: its connections, with five defects of the stack mended in one place.
 
 What is mended, each in one place (and what shows it):
 
@@ -7,6 +7,7 @@ What is mended, each in one place (and what shows it):
 * A reader that stalls held a shielded `send_all`, and so the whole shutdown, for ever. Here a write has a
   limit, and the drain ends all of them.
 * A connection whose client had closed stayed open until its keep-alive ended. Here it ends at once.
+* A WebSocket's pings outlived its connection by their interval. Here they end with it.
 * A connection's failure other than an OSError ended the server. Here it ends the connection.
 
 The lifespan protocol is not used: nothing of ours hangs on it. It must not know routes. Its neighbour:
@@ -39,6 +40,7 @@ from microvm.web.settings import WebSettings
 
 BACKLOG: Final = 512  # Hypercorn's 100 overflows when 200 clients reconnect at once
 STALL_S: Final = 30.0  # a write that moves nothing for this long has lost its reader
+PING_S: Final = 20.0  # below the minute or so after which proxies and NATs forget a silent connection
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 
@@ -65,6 +67,20 @@ class Bound:
     admin_socket: str
 
 
+class _Context(WorkerContext):
+    """The server's context as one connection has it: what sleeps on its behalf wakes at its end."""
+
+    def __init__(self, server: WorkerContext) -> None:
+        super().__init__(None)
+        self.terminated = server.terminated
+        self.ended = trio.Event()
+
+    async def sleep(self, wait: float) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # a static one
+        """Sleep, at most to the connection's end."""
+        with trio.move_on_after(wait):
+            await self.ended.wait()
+
+
 class Connection(TCPServer):
     """One connection, with the mends that the module lists."""
 
@@ -72,10 +88,11 @@ class Connection(TCPServer):
         state: dict[str, Any] = {"door": door}
         if door != "tcp":
             state["uid"] = _peer_uid(stream)
+        self._ended = _Context(server.context)
         super().__init__(
             server.app,
             server.config,
-            server.context,
+            self._ended,
             LifespanState(state),
             stream,  # pyright: ignore[reportArgumentType]  # a plain socket, which it handles
         )
@@ -95,6 +112,7 @@ class Connection(TCPServer):
     async def _read_data(self) -> None:
         """Read to the client's end; then nothing is waited for any more, the idle timer least of all."""
         await super()._read_data()
+        self._ended.ended.set()
         await self.idle_task.stop()
 
     async def _write(self, data: bytes) -> None:
@@ -132,6 +150,7 @@ class Server:
         self.config.include_server_header = False
         self.config.keep_alive_timeout = keep_alive_s
         self.config.keep_alive_max_requests = 1 << 40
+        self.config.websocket_ping_interval = PING_S
         self.app = ASGIWrapper(app)
         self.context = WorkerContext(None)
         self._writes: set[trio.CancelScope] = set()

@@ -111,9 +111,25 @@ async def test_a_client_that_talks_or_leaves_harms_nothing(doors: Doors) -> None
             follower.pieces.append(OutputPiece(1, 0, b"x"))
             follower.news.set()
             await connection.get_message()
+        while trio.lowlevel.current_statistics().tasks_living > before:  # long before the next ping
+            await trio.lowlevel.checkpoint()
         async with doors.http() as http:
             assert (await http.get("/healthz")).status_code == 200
-        del before
+
+
+async def test_a_silent_follower_is_pinged(doors: Doors) -> None:
+    doors.streams.follower = FollowerDouble(JOB)
+    with trio.fail_after(10):
+        stream = await trio.open_tcp_stream("127.0.0.1", doors.port)
+        head = f"GET {STREAM} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer alice-token\r\n"
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        await stream.send_all(f"{head}{upgrade}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode())
+        heard = b""
+        while not heard.partition(b"\r\n\r\n")[2]:
+            heard += await stream.receive_some(4096)
+        await stream.aclose()
+    assert heard.startswith(b"HTTP/1.1 101")
+    assert heard.endswith(b"\x89\0")  # FIN, ping, no payload: RFC 6455 §5.5.2
 
 
 async def test_a_follower_is_cut_when_its_token_ends(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
