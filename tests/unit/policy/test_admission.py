@@ -106,6 +106,13 @@ def test_below_the_reserve_of_the_volume_nothing_is_admitted() -> None:
     assert (denied.code, denied.detail["limit"]) == ("no_capacity", "free_bytes")
 
 
+def test_the_reserve_may_be_used_for_saving_a_vm_and_no_more_than_it() -> None:
+    low = Volume(free_bytes=GIB // 2, total_bytes=10 * GIB)
+    assert isinstance(ask(Admission(), Write(low, GIB // 2, saves=True)), Granted)
+    assert isinstance(ask(Admission(), Write(low, GIB // 2 + 1, saves=True)), Denied)
+    assert isinstance(ask(Admission(), Write(low, 0)), Denied)
+
+
 def test_the_257th_live_vm_has_no_slot_and_a_stopped_one_needs_none() -> None:
     ledger = grown(Admission(), *(f"vm{n}" for n in range(256)))
     assert {holding.slot for holding in ledger.holdings.values()} == set(range(256))

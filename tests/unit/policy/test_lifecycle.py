@@ -243,7 +243,24 @@ def test_a_full_volume_stops_what_runs_and_leaves_alone_what_does_not() -> None:
         assert isinstance(decide(Facts(state), LowSpace()), Refusal)
 
 
+@pytest.mark.parametrize("event", [Suspend(), Drain()])
+def test_a_vm_without_space_that_cannot_be_saved_is_paused_for_the_same_reason(event: Event) -> None:
+    saving = decide(Facts(S.PAUSED, reason=NO_SPACE), event)
+    assert saving == Step(S.HIBERNATING, lifecycle.HIBERNATE, NO_SPACE)
+    facts = Facts(S.HIBERNATING, before=S.PAUSED, reason=NO_SPACE)
+    assert decide(facts, Failed("full")) == Step(S.PAUSED, reason=NO_SPACE)
+    assert decide(facts, Done()) == Step(S.HIBERNATED)
+
+
+def test_a_failed_vm_whose_cold_boot_is_refused_keeps_the_reason_of_its_failure() -> None:
+    booting = decide(Facts(S.FAILED, reason="died"), Resume(cold_boot=True))
+    assert booting == Step(S.BOOTING, lifecycle.BOOT, "died")
+    facts = Facts(S.BOOTING, before=S.FAILED, reason="died")
+    assert decide(facts, Failed("full")) == Step(S.FAILED, reason="died")
+
+
 def test_only_a_sleeping_vm_has_its_memfile_written_anew() -> None:
+    assert decide(Facts(S.HIBERNATED), Failed("full", guest_lost=True)) == STAY
     assert decide(Facts(S.HIBERNATED), Compact()) == Step(S.HIBERNATED, lifecycle.COMPACT)
     for state in SETTLED - {S.HIBERNATED}:
         assert isinstance(decide(Facts(state), Compact()), Refusal)
