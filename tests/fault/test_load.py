@@ -19,6 +19,10 @@ pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 PATIENCE_S = 240.0
 CLIENTS = 20
+COUNTER = """
+cd /dev/shm; i=0
+while true; do i=$((i+1)); echo $i > next; mv next count; [ $i = 1 ] && echo $i; sleep 0.05; done
+"""
 RSS_SLACK_KIB = 12 << 10
 """A leak of one checkpoint's bytes, or of a task with its buffers, a cycle would be more."""
 
@@ -162,7 +166,8 @@ def test_hibernating_and_waking_over_and_over_loses_nothing_and_costs_the_daemon
     service: HookedService, client: Client, rounds: Callable[[int, int], int]
 ) -> None:
     vm = client.create(idle_seconds=0)
-    counter = vm.start("i=0; while true; do i=$((i+1)); echo $i > /dev/shm/count; sleep 0.05; done")
+    counter = vm.start(COUNTER)
+    vm.wait_output(counter, b"1\n")
     seen = 0
 
     def cycle(number: int) -> None:
