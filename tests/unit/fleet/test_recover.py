@@ -258,3 +258,19 @@ async def test_files_at_rest_are_roots_whoever_ran_the_vm_last(ruin: Ruin) -> No
     await ruin.recover()
     for name in (layout.RAM, layout.DISK):
         assert (ruin.places.vm(vm_id) / name).stat().st_uid == 0
+
+
+async def test_what_was_half_made_is_removed_and_what_a_damaged_manifest_may_name_is_kept(ruin: Ruin) -> None:
+    scratch = {"ram.new", f".{checkpoint.MANIFEST}.new", checkpoint.state_name(2)}
+    ran, slept = await ruin.vm(S.RUNNING), await ruin.vm(S.HIBERNATED, manifest=1)
+    damaged = await ruin.vm(S.HIBERNATED, manifest=1)
+    (ruin.places.vm(damaged) / checkpoint.MANIFEST).write_bytes(b"{")
+    for vm_id in (ran, slept, damaged):
+        for name in scratch:
+            (ruin.places.vm(vm_id) / name).write_bytes(b"half")
+    await ruin.recover()
+    found = {
+        vm_id: {path.name for path in ruin.places.vm(vm_id).iterdir()} for vm_id in (ran, slept, damaged)
+    }
+    whole = {layout.RAM, layout.DISK, checkpoint.MANIFEST, checkpoint.state_name(1)}
+    assert found == {ran: {layout.RAM, layout.DISK}, slept: whole, damaged: whole | scratch}
