@@ -16,7 +16,7 @@ from microvm.errors import MicrovmError
 from microvm.fleet import transfer
 from microvm.fleet.streams import Streams
 from microvm.host.cgroup import find_hierarchy
-from microvm.model import JobRecord, VmId, VmState, VmView
+from microvm.model import VmId, VmState, VmView
 from tests.daemon.fleet_rig import ALICE, BOB, House, Rig, make_house
 
 LONG_S = 60.0
@@ -152,16 +152,16 @@ async def test_changes_are_told_with_what_is_committed(house: House) -> None:
             await rig.exec(vm_id, "true")
             await rig.suspend(vm_id)
             await rig.fleet.destroy(ALICE, vm_id)
-            told: list[str] = []
-            while "destroying" not in told:
+            vms: list[str] = []
+            jobs: list[str] = []
+            while "destroying" not in vms:
                 content = (await listener.receive()).content
-                state = content.record.state if isinstance(content, VmView) else content.state
-                name = f"job {state}" if isinstance(content, JobRecord) else str(state)
-                if name not in told[-1:]:
-                    told.append(name)
-            assert told[:2] == ["creating", "running"]
-            assert [name for name in told if name.startswith("job")] == ["job running", "job completed"]
-            assert told[-3:] == ["hibernating", "hibernated", "destroying"]
+                if isinstance(content, VmView):
+                    vms += [content.record.state] if content.record.state not in vms[-1:] else []
+                else:
+                    jobs += [content.state] if content.state not in jobs[-1:] else []
+            assert vms == ["creating", "running", "hibernating", "hibernated", "destroying"]
+            assert jobs == ["running", "completed"]
             await rig.create("c2", who=BOB)
             first = (await other.receive()).content
             assert isinstance(first, VmView)
