@@ -95,10 +95,10 @@ def refused(vm: Machine, tool: str, code: str, **arguments: object) -> ToolError
     return error.value
 
 
-def check_cause(service: HookedService, error: ToolError, cause: str) -> None:
-    """The operator finds the cause in the log, under what the caller was told."""
-    lines = [line for line in service.log.splitlines() if error.detail["trace_id"] in line]
-    assert any(cause in line for line in lines), lines
+async def check_cause(service: HookedService, error: ToolError, cause: str) -> None:
+    """The operator finds the cause in the log, under what the caller was told, a moment later at most."""
+    told = error.detail["trace_id"]
+    await until(lambda: any(told in line and cause in line for line in service.log.splitlines()))
 
 
 def files(service: HookedService) -> set[str]:
@@ -256,14 +256,14 @@ async def test_a_read_only_volume_refuses_with_the_cause_and_keeps_everything(
             ("vm_write_file", {"vm_id": sleeping.vm_id, "path": "new", "content": "new"}),
             ("vm_create", {"memory_mib": 256}),
         ):
-            check_cause(cramped, refused(sleeping, tool, "internal", **more), "EROFS")
+            await check_cause(cramped, refused(sleeping, tool, "internal", **more), "EROFS")
         assert sleeping.state == "hibernated"
         assert {vm["vm_id"] for vm in cramped.owner.call("vm_list")["vms"]} == {
             sleeping.vm_id,
             doomed.vm_id,
         }
         gone = refused(doomed, "vm_destroy", "internal", vm_id=doomed.vm_id)
-        check_cause(cramped, gone, "EROFS")
+        await check_cause(cramped, gone, "EROFS")
         assert files(cramped) == before
         cramped.kill()
         with pytest.raises(AssertionError, match="EROFS"):
