@@ -175,7 +175,7 @@ class VmDriver:
         """A running guest for the time of a call, woken if need be; it is not put to rest inside the block.
 
         Raises:
-            RequestError: The VM is stopped or failed.
+            RequestError: The VM is stopped or failed, or was destroyed under the call (`not_found`).
             MicrovmError: It could not be woken.
         """
         await self._ask(Use())
@@ -186,6 +186,8 @@ class VmDriver:
             try:
                 yield live
             except GuestError as error:
+                if error.code == "guest_unreachable" and self.record.state is VmState.DESTROYING:
+                    raise _no_such_vm() from error
                 cause = await live.explain(error)
                 if cause is error:
                     raise
@@ -235,7 +237,7 @@ class VmDriver:
 
     def _join(self, event: Event) -> _Request:
         if self.gone.is_set():
-            raise RequestError("not_found", "There is no VM with this id.")
+            raise _no_such_vm()
         if self._buried is not None:
             raise self._buried
         if isinstance(event, _JOINABLE):
@@ -514,7 +516,7 @@ class VmDriver:
 
     def _leave(self) -> None:
         self.gone.set()
-        missing = self._create_error or RequestError("not_found", "There is no VM with this id.")
+        missing = self._create_error or _no_such_vm()
         for request in list(self._queue):
             self._answer(request, None if isinstance(request.event, Destroy | Drain) else missing)
         self._bell.set()
@@ -527,3 +529,7 @@ class VmDriver:
             return CapacityError(answer.code, answer.message, retry_after_s=DRAINING_RETRY_S)
         death = self.effects.death if answer.code == "vm_failed" else None
         return RequestError(answer.code, answer.message, None if death is None else death.detail)
+
+
+def _no_such_vm() -> RequestError:
+    return RequestError("not_found", "There is no VM with this id.")

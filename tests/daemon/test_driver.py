@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from microvm.errors import HostError, MicrovmError
+from microvm.errors import GuestError, HostError, MicrovmError
 from microvm.fleet import driver as driver_module
 from microvm.fleet.driver import VmDriver
 from microvm.model import JobState, SuspendMode, VmState
@@ -106,6 +106,17 @@ async def test_a_destroy_goes_first_and_takes_over_from_an_effect_that_hangs(
         assert rig.journal.stored is None
         with pytest.raises(MicrovmError, match="no VM"):
             await rig.driver.submit(Resume())
+
+
+async def test_a_call_that_loses_its_guest_to_a_destroy_hears_that_there_is_no_vm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    async with served(rig, monkeypatch):
+        with pytest.raises(MicrovmError, match="no VM"):
+            async with rig.driver.use():
+                await rig.driver.submit(Destroy())
+                raise GuestError("guest_unreachable", "the link was closed")
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "inside"])
