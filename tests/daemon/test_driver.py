@@ -113,10 +113,14 @@ async def test_a_call_that_loses_its_guest_to_a_destroy_hears_that_there_is_no_v
 ) -> None:
     rig = Rig()
     async with served(rig, monkeypatch):
-        with pytest.raises(MicrovmError, match="no VM"):
+
+        async def call() -> None:
             async with rig.driver.use():
                 await rig.driver.submit(Destroy())
                 raise GuestError("guest_unreachable", "the link was closed")
+
+        with pytest.raises(MicrovmError, match="no VM"):
+            await call()
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "inside"])
