@@ -49,6 +49,8 @@ _DEV_LINKS: Final = (
     ("/proc/self/fd/1", "/dev/stdout"),
     ("/proc/self/fd/2", "/dev/stderr"),
 )
+_IDENTITY: Final = "/run/microvm"
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _MACHINE_ID: Final = re.compile(r"[0-9a-f]{32}")
 _HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,62})")
 
@@ -153,9 +155,7 @@ class GuestPlatform:
         os.chmod("/tmp", 0o1777)  # noqa: S103, S108 - the guest's own, as every Debian has it
         _write_text("/proc/self/oom_score_adj", "-1000")
         _bring_up("lo")
-        with contextlib.suppress(OSError):
-            hostname = _read_text("/etc/hostname").strip()
-            socket.sethostname(hostname)
+        _make_identity()
 
     def set_realtime(self, realtime_ns: int) -> int:
         """See `Platform`."""
@@ -172,16 +172,9 @@ class GuestPlatform:
             os.close(fd)
 
     def become(self, machine_id: str, hostname: str) -> None:
-        """See `Platform`. The kernel fixes its boot id at the first reading: another is mounted over it."""
-        _write_text("/etc/machine-id", machine_id + "\n")
+        """See `Platform`."""
         socket.sethostname(hostname)
-        _write_text("/etc/hostname", hostname + "\n")
-        _write_text("/etc/hosts", f"127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n::1\tlocalhost\n")
-        os.makedirs("/run/microvm", 0o755, exist_ok=True)
-        _write_text("/run/microvm/boot_id", f"{uuid.uuid4()}\n")
-        kernel_file = "/proc/sys/kernel/random/boot_id"
-        if kernel_file not in _read_text("/proc/self/mounts"):
-            _mount("/run/microvm/boot_id", kernel_file, "", _MS_BIND, "")
+        _write_identity(machine_id, hostname)
 
     def available_bytes(self) -> int:
         """See `Platform`."""
@@ -198,6 +191,34 @@ class GuestPlatform:
             _mount("", "/", "", _MS_REMOUNT | _MS_RDONLY, "")
         os.sync()
         _libc().reboot(_REBOOT_POWER_OFF)
+
+
+def _make_identity() -> None:
+    """Has the files that say who this is lie in memory, so that becoming somebody writes to no disk.
+
+    A clone becomes somebody on its way to its first command: the first writes of a resumed guest to its disk
+    took 0.1 s under emulation. The host says at every boot who this is. The kernel fixes its boot id at the
+    first reading, so another file is mounted over it.
+    """
+    os.makedirs(_IDENTITY, 0o755, exist_ok=True)
+    _write_identity("", "microvm")
+    for name in ("machine-id", "hostname", "hosts"):
+        path, target = f"/etc/{name}", f"..{_IDENTITY}/{name}"
+        if os.path.islink(path) and os.readlink(path) == target:
+            continue
+        with contextlib.suppress(OSError):  # a disk that is full must not keep its machine from booting
+            os.symlink(target, path + ".new")
+            os.rename(path + ".new", path)
+    if _BOOT_ID not in _read_text("/proc/self/mounts"):
+        _mount(f"{_IDENTITY}/boot_id", _BOOT_ID, "", _MS_BIND, "")
+
+
+def _write_identity(machine_id: str, hostname: str) -> None:
+    """Writes over the files, which stay the same inodes."""
+    _write_text(f"{_IDENTITY}/machine-id", machine_id + "\n")
+    _write_text(f"{_IDENTITY}/hostname", hostname + "\n")
+    _write_text(f"{_IDENTITY}/hosts", f"127.0.0.1\tlocalhost\n127.0.1.1\t{hostname}\n::1\tlocalhost\n")
+    _write_text(f"{_IDENTITY}/boot_id", f"{uuid.uuid4()}\n")
 
 
 def _bring_up(interface: str) -> None:
