@@ -115,8 +115,8 @@ async def status_beside_hibernations(bench: Bench) -> None:
         await bench.call("vm_destroy", vm_id=vm_id)
 
 
-async def bytes_written(bench: Bench, seconds: float = 30.0) -> dict[str, float]:
-    """What the volume's device is written to by an idle and by a busy machine, per minute."""
+async def bytes_written(bench: Bench, seconds: float = 90.0) -> dict[str, float]:
+    """What an idle and a busy machine write to the volume per minute, over three periods of write-back."""
     vm_id = await bench.create(512)
     await bench.run(vm_id)
     directory = bench.running.fleet.parts.host.layout.vm_dir
