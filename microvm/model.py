@@ -20,7 +20,6 @@ Generation = NewType(
 AgentGeneration = NewType("AgentGeneration", int)  # one per boot, resume or clone, in the hello
 
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-REQUEST_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 VM_ID_PATTERN: Final = re.compile(r"vm_[a-z2-7]{20}")
 JOB_ID_PATTERN: Final = re.compile(r"job_[a-z2-7]{20}")
 

@@ -161,7 +161,6 @@ async def _open_parts(settings: Settings, stop: trio.Event) -> AsyncGenerator[tu
                     uid_base=settings.uid_base,
                     budget=_host_budget(settings),
                     workspace_defaults=settings.workspace.quota,
-                    drain_seconds=settings.drain_seconds,
                 ),
                 store,
                 today.kind,

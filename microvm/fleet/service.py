@@ -56,7 +56,6 @@ class FleetSettings:
     uid_base: int
     budget: Quota
     workspace_defaults: Quota
-    drain_seconds: float
 
 
 @contextlib.asynccontextmanager

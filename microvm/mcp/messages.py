@@ -12,7 +12,6 @@ from typing import Any, Final, TypeAlias
 
 from mcp_types.jsonrpc import (
     HEADER_MISMATCH,
-    INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
     METHOD_NOT_FOUND,
@@ -79,11 +78,6 @@ def error_reply(
 def parse_error(why: str) -> Reply:
     """The answer to a body that is not JSON as it must be."""
     return Reply(400, error_message(None, PARSE_ERROR, f"Parse error: {why}"))
-
-
-def internal_error(request_id: RequestId, trace_id: str) -> dict[str, Any]:
-    """The answer where the service itself failed."""
-    return error_message(request_id, INTERNAL_ERROR, f"Internal error; trace id {trace_id}")
 
 
 def progress_message(

@@ -84,7 +84,7 @@ class House:
             self.instance_id = store.instance_id
             place_base(self.image, places)
             cgroups = CgroupTree(find_hierarchy(), store.instance_id, "none")
-            settings = FleetSettings(places, os.getuid(), self.budget, Quota(), DRAIN_S)
+            settings = FleetSettings(places, os.getuid(), self.budget, Quota())
             platform = checkpoint.Platform("fake", "0", "0" * 64, "tcg", "none", 0, self.image.digest)
             try:
                 cgroups.prepare()
